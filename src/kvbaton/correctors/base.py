@@ -1,0 +1,113 @@
+"""What a corrector is: it adds to a source KV what the reader's prefix changed.
+
+A corrector is a frozen dataclass of hyper-parameters. What it learns lives in an `EdgeState`, one an
+edge, kept by `memory.Memory`. Parts see plain tensors, never a transformers or vLLM class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from kvbaton.kv import KV, Geometry
+
+LayerKV: TypeAlias = tuple[Tensor, Tensor]
+"""Unrotated keys and values ``[H, T, D]`` of one layer."""
+
+Correction: TypeAlias = Callable[[int], LayerKV]
+"""Corrected, unrotated keys and values ``[H, T, D]`` of a layer, computed when asked. Never writes to its source."""
+
+
+@runtime_checkable
+class EdgeState(Protocol):
+    """What was learned about one edge."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def texts(self) -> int:
+        """Texts learned from so far."""
+        ...
+
+    def merge(self, other: Any) -> None:
+        """Take in what another worker learned on the same edge."""
+        ...
+
+    def to_tensors(self) -> Mapping[str, Tensor]:
+        """Everything, as named tensors: `Corrector.new_state` then `from_tensors` gives back an equal state."""
+        ...
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill from `to_tensors`. Raises StoreError on missing names, wrong shapes or non-finite values."""
+        ...
+
+    def check(self) -> None:
+        """Raise InvariantError if the state is broken."""
+        ...
+
+
+class Corrector(Protocol):
+    """Adds to a source KV what the new prefix changed."""
+
+    @property
+    def learns(self) -> bool:
+        """False: no state, and the engine never calls `learn`."""
+        ...
+
+    @property
+    def needs_truth(self) -> bool:
+        """True: the engine runs an untimed dense pass first and calls `reveal` instead of looking up learned state."""
+        ...
+
+    def new_state(self, geometry: Geometry) -> EdgeState: ...
+
+    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
+        """Whether `correct` would change anything; False is planned as a plain reuse."""
+        ...
+
+    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+        """Prepare the correction of ``source`` for use at position ``start``. Pure; unrotated in, unrotated out."""
+        ...
+
+    def learn(self, state: EdgeState, source: KV, target: KV) -> None:
+        """Take in one exact pair: the same text as ``source`` held it and as the reader computed it."""
+        ...
+
+
+@dataclass
+class NoState:
+    """State of a corrector that learns nothing."""
+
+    nbytes: int = 0
+    texts: int = 0
+
+    def merge(self, other: Any) -> None: ...
+
+    def to_tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class NoCorrection:
+    """Position-aligned reuse: the source as it is."""
+
+    learns: ClassVar[bool] = False
+    needs_truth: ClassVar[bool] = False
+
+    def new_state(self, geometry: Geometry) -> EdgeState:
+        return NoState()
+
+    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
+        return False
+
+    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+        return lambda layer: (source.k[layer], source.v[layer])
+
+    def learn(self, state: EdgeState, source: KV, target: KV) -> None: ...

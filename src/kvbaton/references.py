@@ -1,0 +1,123 @@
+"""Which KV a shared segment starts from.
+
+    Chained    what the agent that ran before holds: replaced after every hop
+    Origin     what the first exact owner (or the writer) made: never replaced
+    Isolated   the text encoded alone, without any context
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from kvbaton.kv import KV
+from kvbaton.prompt import Segment
+
+ALONE = "(alone)"
+"""Source role of a KV that was encoded without context."""
+
+
+@dataclass
+class RunStore:
+    """KV of shared text held during one run, by owner and token ids (ids are compared, never only hashed)."""
+
+    _held: dict[tuple[str, tuple[int, ...]], KV] = field(default_factory=dict)
+
+    @staticmethod
+    def _key(segment: Segment) -> tuple[str, tuple[int, ...]]:
+        return segment.owner or "", segment.token_ids
+
+    def get(self, segment: Segment) -> KV | None:
+        return self._held.get(self._key(segment))
+
+    def put(self, segment: Segment, kv: KV) -> None:
+        self._held[self._key(segment)] = kv
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kv.nbytes for kv in {id(kv): kv for kv in self._held.values()}.values())
+
+
+class Reference(Protocol):
+    """Where the KV of a shared segment comes from and what each hop leaves behind."""
+
+    @property
+    def encodes_alone(self) -> bool:
+        """True: the engine encodes a text that nobody holds by itself and publishes it with `encoded`."""
+        ...
+
+    def resolve(self, segment: Segment, run: RunStore) -> KV | None:
+        """The KV to start from; None: nobody holds it yet."""
+        ...
+
+    def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None:
+        """The text was encoded alone."""
+        ...
+
+    def read(self, segment: Segment, held: KV, run: RunStore) -> None:
+        """An agent read the text and holds it as ``held``."""
+        ...
+
+    def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
+        """An agent generated the text; ``held`` is its decode-time KV (the last sampled token has none)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chained:
+    """What the agent that ran before holds; a writer's own KV until its first reader. KVCMAS, section 3."""
+
+    encodes_alone: ClassVar[bool] = False
+
+    def resolve(self, segment: Segment, run: RunStore) -> KV | None:
+        return run.get(segment)
+
+    def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None: ...
+
+    def read(self, segment: Segment, held: KV, run: RunStore) -> None:
+        run.put(segment, held)
+
+    def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
+        run.put(segment, held)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the first exact owner made (for generated text: the writer). An inexact owner is only kept until then."""
+
+    encodes_alone: ClassVar[bool] = False
+
+    def resolve(self, segment: Segment, run: RunStore) -> KV | None:
+        return run.get(segment)
+
+    def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None: ...
+
+    def read(self, segment: Segment, held: KV, run: RunStore) -> None:
+        if run.get(segment) is None:
+            run.put(segment, held)
+
+    def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
+        run.put(segment, held)
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """The text encoded alone. ``writer``: generated text starts from its writer's decode-time KV instead (KVCOMM)."""
+
+    writer: bool = False
+    encodes_alone: ClassVar[bool] = True
+
+    def resolve(self, segment: Segment, run: RunStore) -> KV | None:
+        return run.get(segment)
+
+    def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None:
+        run.put(segment, alone)
+
+    def read(self, segment: Segment, held: KV, run: RunStore) -> None: ...
+
+    def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
+        if self.writer:
+            run.put(segment, held)
