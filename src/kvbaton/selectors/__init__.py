@@ -1,0 +1,1 @@
+"""Selectors: which reused rows are computed afresh. One part, one file, one frozen dataclass."""
