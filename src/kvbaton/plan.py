@@ -1,9 +1,14 @@
-"""What happens to each segment of a prompt, and why: decided before anything is computed."""
+"""What happens to each segment of a prompt, and why: decided before anything is computed.
+
+The rule of fallback: a refused segment is recomputed by itself, over whatever stands before it. The whole hop goes
+dense when a refusal says that a dense hop would teach something needed (and its source is exact, so that it can), or
+when the recipe asks for it (`Recipe.hop_fallback`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvbaton.correctors.base import EdgeState
@@ -11,11 +16,13 @@ from kvbaton.gates import Verdict
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
 from kvbaton.prompt import Edge, Prompt, Segment, Span
-from kvbaton.recipes import Recipe
+from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import RunStore
 
 
 class Action(Enum):
+    """What is done with a segment's KV."""
+
     RECOMPUTE = "recompute"
     REUSE = "reuse"
     CORRECT = "correct"
@@ -23,7 +30,11 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """The decision on one shared segment. ``source`` stays set on a recompute: a dense hop learns from it."""
+    """The decision on one segment that could be reused.
+
+    ``edge`` is None for a first hop and for stale private text. ``source`` stays set on a recompute, so that a dense
+    hop can learn from it.
+    """
 
     index: int
     segment: Segment
@@ -38,14 +49,76 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """One decision a shared segment; ``dense``: nothing is reused in this hop."""
+    """One step a reusable segment, in prompt order."""
 
     steps: tuple[Step, ...]
 
     @property
-    def dense(self) -> bool:
-        return all(step.action is Action.RECOMPUTE for step in self.steps)
-
-    @property
     def reused(self) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.action is not Action.RECOMPUTE)
+
+    @property
+    def dense(self) -> bool:
+        """Nothing is reused: every KV of this hop comes out exact."""
+        return not self.reused
+
+    @property
+    def exact_until(self) -> int:
+        """Position of the first reused row: what stands before it comes out exact."""
+        return min((step.span.start for step in self.reused), default=2**62)
+
+
+def make_plan(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, own: RunStore,
+              truth: Mapping[int, KV] | None = None) -> Plan:
+    """Decide every segment of ``prompt``.
+
+    ``run`` holds the run's shared KV, ``own`` the reader's private KV from its last dense hop (for PrivateText.STALE),
+    ``truth`` the true KV by segment index, for correctors that need it. Reads only; learns and stores nothing.
+    """
+    judged = [_judge(prompt, recipe, run, memory, index, slot, truth or {}) for index, _, _, slot in prompt.shared()]
+    fallback = next((step for step, verdict in judged
+                     if not verdict.accept and (verdict.teach or recipe.hop_fallback)), None)
+    if fallback is not None:
+        cause = f"hop dense: {fallback.segment.share} {fallback.reason}"
+        steps = [step if not verdict.accept else replace(step, action=Action.RECOMPUTE, reason=cause)
+                 for step, verdict in judged]
+        return Plan(tuple(steps))
+    steps = [step for step, _ in judged]
+    if recipe.private is PrivateText.STALE and any(step.action is not Action.RECOMPUTE for step in steps):
+        steps += _stale_private(prompt, own)
+    return Plan(tuple(sorted(steps, key=lambda step: step.index)))
+
+
+def _judge(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, index: int, slot: int,
+           truth: Mapping[int, KV]) -> tuple[Step, Verdict]:
+    segment, span = prompt.segments[index], prompt.spans[index]
+    source = recipe.reference.resolve(segment, run)
+    if source is None:
+        return (Step(index, segment, span, Action.RECOMPUTE, "first hop"),
+                Verdict(False, "first hop"))
+    edge = Edge(segment.share or "", source.source, prompt.reader, slot)
+    corrector = recipe.corrector
+    state = corrector.reveal(truth[index], source) if corrector.needs_truth else memory.state(edge)
+    if corrector.learns and (state is None or state.texts == 0):
+        verdict = Verdict(False, "nothing learned", teach=True)
+    else:
+        verdict = recipe.gate.judge(state, source, span.start)
+    if verdict.teach and corrector.learns and not (source.exact or recipe.learn_approximate):
+        verdict = replace(verdict, teach=False, reason=f"{verdict.reason}, source approximate")
+    if not verdict.accept:
+        action = Action.RECOMPUTE
+    elif corrector.can_correct(state, source):
+        action = Action.CORRECT
+    else:
+        action = Action.REUSE
+    return Step(index, segment, span, action, verdict.reason, edge, source, state, verdict.predicted), verdict
+
+
+def _stale_private(prompt: Prompt, own: RunStore) -> list[Step]:
+    """Reuse of the agent's own text behind shared text, as it was in its last dense hop."""
+    steps = []
+    for index, (segment, span) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+        held = own.get(segment) if segment.share is None and span.start >= prompt.prefix_tokens else None
+        if held is not None:
+            steps.append(Step(index, segment, span, Action.REUSE, "stale private text", source=held))
+    return steps

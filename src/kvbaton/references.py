@@ -49,6 +49,11 @@ class Reference(Protocol):
         """True: the engine encodes a text that nobody holds by itself and publishes it with `encoded`."""
         ...
 
+    @property
+    def keeps_reads(self) -> bool:
+        """True: what a reusing reader holds replaces the reference, so the engine must materialise it."""
+        ...
+
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         """The KV to start from; None: nobody holds it yet."""
         ...
@@ -71,6 +76,7 @@ class Chained:
     """What the agent that ran before holds; a writer's own KV until its first reader. KVCMAS, section 3."""
 
     encodes_alone: ClassVar[bool] = False
+    keeps_reads: ClassVar[bool] = True
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)
@@ -86,9 +92,10 @@ class Chained:
 
 @dataclass(frozen=True)
 class Origin:
-    """What the first exact owner made (for generated text: the writer). An inexact owner is only kept until then."""
+    """What the first exact owner made (for generated text: the writer); an inexact one is kept until then."""
 
     encodes_alone: ClassVar[bool] = False
+    keeps_reads: ClassVar[bool] = False
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)
@@ -96,7 +103,8 @@ class Origin:
     def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None: ...
 
     def read(self, segment: Segment, held: KV, run: RunStore) -> None:
-        if run.get(segment) is None:
+        known = run.get(segment)
+        if known is None or (held.exact and not known.exact):
             run.put(segment, held)
 
     def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
@@ -109,6 +117,7 @@ class Isolated:
 
     writer: bool = False
     encodes_alone: ClassVar[bool] = True
+    keeps_reads: ClassVar[bool] = False
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)

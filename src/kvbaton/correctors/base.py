@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from kvbaton.errors import InvariantError
 from kvbaton.kv import KV, Geometry
 
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
@@ -76,6 +77,15 @@ class Corrector(Protocol):
         """Take in one exact pair: the same text as ``source`` held it and as the reader computed it."""
         ...
 
+    def reveal(self, truth: KV, source: KV) -> EdgeState:
+        """State made from the true KV, for correctors with `needs_truth`; others raise InvariantError."""
+        ...
+
+
+def no_reveal(truth: KV, source: KV) -> EdgeState:
+    """`Corrector.reveal` of every corrector that lives on what it learned."""
+    raise InvariantError("reveal() was called on a corrector that needs no truth")
+
 
 @dataclass
 class NoState:
@@ -111,3 +121,6 @@ class NoCorrection:
         return lambda layer: (source.k[layer], source.v[layer])
 
     def learn(self, state: EdgeState, source: KV, target: KV) -> None: ...
+
+    def reveal(self, truth: KV, source: KV) -> EdgeState:
+        return no_reveal(truth, source)

@@ -1,0 +1,132 @@
+"""Attention of scattered query rows over one cache, with the exact causal mask.
+
+Rows are sorted by position and the cache slot of a token is its position, so a block of rows sees the slots
+``[0, last row's position]`` and the mask inside a block is ``slot <= position`` (and ``> position - window``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asks for: ``scale`` of the logits, sliding ``window`` in tokens, logit ``softcap``."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass
+class QueryRows:
+    """A query rows at ``positions`` ``[A]``, ascending. Built once a row set, used by every layer."""
+
+    positions: Tensor
+    bottom_right: bool = False
+    """Align the mask to the bottom right of the ``[A, slots]`` score matrix, as CacheBlend's reference code does."""
+    _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def first(self) -> int:
+        return int(self.positions[0])
+
+    @cached_property
+    def last(self) -> int:
+        return int(self.positions[-1])
+
+    @cached_property
+    def contiguous(self) -> bool:
+        return self.last - self.first + 1 == self.positions.numel()
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """``(first row, end row, slots seen)`` of each block."""
+        count = self.positions.numel()
+        out = []
+        for start in range(0, count, BLOCK_ROWS):
+            end = min(start + BLOCK_ROWS, count)
+            slots = self.last + 1 if self.bottom_right else int(self.positions[end - 1]) + 1
+            out.append((start, end, slots))
+        return out
+
+    def masks(self, window: int | None) -> list[Tensor]:
+        """Boolean masks ``[rows, slots]`` of the blocks, true where a row may look."""
+        if window not in self._masks:
+            seen_until = self.positions
+            if self.bottom_right:
+                count = self.positions.numel()
+                seen_until = torch.arange(self.last + 1 - count, self.last + 1, device=self.positions.device)
+            self._masks[window] = [_mask(seen_until[start:end], slots, window) for start, end, slots in self.blocks]
+        return self._masks[window]
+
+
+def _mask(positions: Tensor, slots: int, window: int | None) -> Tensor:
+    slot = torch.arange(slots, device=positions.device)[None, :]
+    mask = slot <= positions[:, None]
+    return mask if window is None else mask & (slot > positions[:, None] - window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall) -> Tensor:
+    """``q`` ``[Hq, A, D]`` over ``k``, ``v`` ``[H, slots, D]`` (slots > last position); returns ``[Hq, A, D]``."""
+    if call.softcap is not None:
+        return attend_plain(q, k, v, rows, call)
+    if _causal_square(rows, call):
+        return _attend_causal(q, k, v, rows, call)
+    out = torch.empty_like(q)
+    for (start, end, slots), mask in zip(rows.blocks, rows.masks(call.window), strict=True):
+        sees_all = call.window is None and end - start == 1 and not rows.bottom_right
+        out[:, start:end] = F.scaled_dot_product_attention(
+            q[None, :, start:end], k[None, :, :slots], v[None, :, :slots],
+            attn_mask=None if sees_all else mask, scale=call.scale, enable_gqa=True)[0]
+    return out
+
+
+def _causal_square(rows: QueryRows, call: AttentionCall) -> bool:
+    """A long contiguous run near the start: the square causal kernel skips the masked half."""
+    fits_window = call.window is None or rows.last < call.window
+    return rows.contiguous and fits_window and not rows.bottom_right and rows.positions.numel() > max(BLOCK_ROWS, rows.first)
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall) -> Tensor:
+    padded = F.pad(q, (0, 0, rows.first, 0))  # queries before the run, thrown away: cheaper than a mask
+    slots = rows.last + 1
+    out = F.scaled_dot_product_attention(padded[None], k[None, :, :slots], v[None, :, :slots], is_causal=True,
+                                         scale=call.scale, enable_gqa=True)[0]
+    return out[:, rows.first:]
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall) -> Tensor:
+    """The plain reference of `attend`: explicit weights in float32. Also the path for soft-capped logits."""
+    out = torch.empty_like(q)
+    for index, (start, end, slots) in enumerate(rows.blocks):
+        weights = _weights(q[:, start:end], k[:, :slots], rows.masks(call.window)[index], call)
+        groups = v[:, :slots].float().repeat_interleave(q.shape[0] // v.shape[0], dim=0)
+        out[:, start:end] = (weights @ groups).to(q.dtype)
+    return out
+
+
+def attention_mass(q: Tensor, k: Tensor, rows: QueryRows, call: AttentionCall, queries: int) -> Tensor:
+    """Attention that the last ``queries`` rows pay to each slot, summed over rows and heads: ``[slots]`` float32."""
+    tail = QueryRows(rows.positions[-queries:])
+    mass = torch.zeros(rows.last + 1, device=q.device)
+    for (start, end, slots), mask in zip(tail.blocks, tail.masks(call.window), strict=True):
+        block = q[:, q.shape[1] - tail.positions.numel():][:, start:end]
+        mass[:slots] += _weights(block, k[:, :slots], mask, call).sum((0, 1))
+    return mass
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
+    """Softmax weights ``[Hq, rows, slots]`` in float32."""
+    keys = k.float().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+    scores = q.float() @ keys.transpose(1, 2) * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1)
