@@ -1,0 +1,1 @@
+"""Measurement: tasks, accuracy and fidelity runs, speed, analysis and one report."""
