@@ -40,6 +40,7 @@ class KV:
     ``start``: position of the first token where the values were computed.
     ``source``: role of the agent that held them; ``exact``: nothing before them was reused.
     ``boundary``: hidden states ``[T, hidden]`` by layer, where a method asked for them at capture.
+    ``token_ids``: whose KV this is, set when a run stores it; lookups by text compare ids.
     """
 
     k: Tensor
@@ -48,6 +49,7 @@ class KV:
     source: str
     exact: bool
     boundary: tuple[tuple[int, Tensor], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.k.shape != self.v.shape or self.k.ndim != 4:
@@ -73,4 +75,4 @@ class KV:
         """The tokens ``[start, end)`` of this span, as views."""
         boundary = tuple((layer, h[start:end]) for layer, h in self.boundary)
         return replace(self, k=self.k[:, :, start:end], v=self.v[:, :, start:end], start=self.start + start,
-                       boundary=boundary)
+                       boundary=boundary, token_ids=self.token_ids[start:end])

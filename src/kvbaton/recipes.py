@@ -28,6 +28,16 @@ class PrivateText(Enum):
     """Reused from the agent's own last dense hop, as KVCMAS's and KVCOMM's releases do."""
 
 
+class Mask(Enum):
+    """Which keys a computed row may see."""
+
+    EXACT = "exact"
+    """Those at or before its own position."""
+    BOTTOM_RIGHT = "bottom-right"
+    """Those up to its index counted from the end of the active rows, as CacheBlend's reference code: a chosen row
+    sees keys behind its own position."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One method. Frozen; what it learns lives in `memory.Memory`."""
@@ -40,6 +50,7 @@ class Recipe:
     selector: Selector = field(default_factory=NoRows)
     gate: Gate = field(default_factory=Always)
     private: PrivateText = PrivateText.EXACT
+    mask: Mask = Mask.EXACT
     lead_rows: int = 0
     """First rows of every shared segment that are computed exactly with the private text before it."""
     hop_fallback: bool = False

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from kvbaton.kv import KV
@@ -31,14 +31,14 @@ class RunStore:
         return self._held.get(self._key(segment))
 
     def put(self, segment: Segment, kv: KV) -> None:
-        self._held[self._key(segment)] = kv
+        self._held[self._key(segment)] = replace(kv, token_ids=segment.token_ids[:len(kv)])
 
     def clear(self) -> None:
         self._held.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(kv.nbytes for kv in {id(kv): kv for kv in self._held.values()}.values())
+        return sum(kv.nbytes for kv in {id(kv.k): kv for kv in self._held.values()}.values())
 
 
 class Reference(Protocol):
