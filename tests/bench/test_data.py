@@ -25,7 +25,9 @@ def write(path: Path, rows: list[object]) -> Path:
 
 def test_a_file_wins(tmp_path: Path) -> None:
     got = data.load("gsm8k", write(tmp_path / "mine.jsonl", ROWS))
-    assert got.source == "mine.jsonl" and len(got.rows) == 6 and len(got.sha256) == 64
+    assert got.source == "mine.jsonl"
+    assert len(got.rows) == 6
+    assert len(got.sha256) == 64
 
 
 def test_a_folder_is_searched_by_name(tmp_path: Path) -> None:

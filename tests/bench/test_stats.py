@@ -31,13 +31,15 @@ def test_bootstrap_is_near_the_normal_interval() -> None:
     values = [float(i % 10) for i in range(400)]
     got = stats.mean_interval(values, seed=3)
     half = 1.96 * math.sqrt(8.25 / 400)
-    assert got.low == pytest.approx(4.5 - half, abs=0.03) and got.high == pytest.approx(4.5 + half, abs=0.03)
+    assert got.low == pytest.approx(4.5 - half, abs=0.03)
+    assert got.high == pytest.approx(4.5 + half, abs=0.03)
 
 
 def test_pairing_beats_unpaired_spread() -> None:
     base = [float(10 * i) for i in range(30)]
     got = stats.paired_difference([b + 1 for b in base], base)
-    assert (got.low, got.high) == (1, 1) and got.excludes_zero
+    assert (got.low, got.high) == (1, 1)
+    assert got.excludes_zero
 
 
 def test_gain_ratio_known_and_undefined() -> None:
@@ -48,7 +50,8 @@ def test_gain_ratio_known_and_undefined() -> None:
 
 def test_ratio_of_means() -> None:
     got = stats.ratio_of_means([1.0, 3.0], [4.0, 4.0])
-    assert got.value == 0.5 and 0.25 <= got.low <= got.high <= 0.75
+    assert got.value == 0.5
+    assert 0.25 <= got.low <= got.high <= 0.75
     assert math.isnan(stats.ratio_of_means([1.0], [0.0]).value)
 
 

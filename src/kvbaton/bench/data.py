@@ -103,9 +103,9 @@ def _mmlu(row: Row) -> Row:
         choices, answer = [str(row[f"answer_{c}"]) for c in "abcd"], str(row["correct_answer"])
     else:
         _need(row, "question", "choices")
-        choices, answer = [str(c) for c in row["choices"]], row.get("answer")
-        answer = "ABCD"[answer] if isinstance(answer, int) and 0 <= answer < 4 else str(answer)
-    if answer not in ("A", "B", "C", "D") or len(choices) != 4:
+        choices, index = [str(c) for c in row["choices"]], row.get("answer")
+        answer = "ABCD"[index] if isinstance(index, int) and 0 <= index < 4 else str(index)
+    if answer not in set("ABCD") or len(choices) != 4:
         raise DataError(f"want 4 choices and an answer A to D, got {len(choices)} and {answer!r}")
     topic = str(row.get("topic") or row.get("subject") or "")
     return {"question": str(row["question"]), "choices": choices, "answer": answer, "topic": topic}
@@ -141,8 +141,7 @@ DATA_SETS: Mapping[str, DataSet] = {d.name: d for d in (
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as handle:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as handle:
             for number, line in enumerate(handle, 1):
                 if line.strip():
                     yield number, line
@@ -203,7 +202,7 @@ def _from_hub(spec: DataSet) -> Loaded:
 
 
 def load(name: str, file: Path | None = None, folder: Path | None = None) -> Loaded:
-    """Rows of data set ``name``. ``file``: that JSONL; ``folder``: its ``NAME*.jsonl`` (or ``.jsonl.gz``) if it has one.
+    """Rows of data set ``name``. ``file``: that JSONL; ``folder``: its ``NAME*.jsonl`` or ``.jsonl.gz``, if any.
 
     Raises UnknownName, MissingExtra (with the command that gets it) or DataError (with file and line).
     """
@@ -224,7 +223,7 @@ def load(name: str, file: Path | None = None, folder: Path | None = None) -> Loa
 
 
 def split(rows: Sequence[Row], learn: int, n: int, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """``learn`` rows to learn from and ``n`` others to score, drawn with ``seed``. Raises UsageError if there are too few.
+    """``learn`` rows to learn from and ``n`` others to score, drawn with ``seed``. Raises UsageError if too few.
 
     The first rows of a longer draw with one seed are those of a shorter one, so a run can be lengthened.
     """

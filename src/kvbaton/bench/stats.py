@@ -1,4 +1,4 @@
-"""Paired statistics over questions: bootstrap intervals, exact sign test, agreement. Standard library and numpy only."""
+"""Paired statistics over questions: bootstrap intervals, exact sign test, agreement."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Int
 
 
 def gain_ratio(score: Sequence[float], dense: Sequence[float], floor: Sequence[float], seed: int = 0) -> Interval:
-    """PGR: (score - floor) / (dense - floor), of means over the same questions. Undefined (nan) at a gap of 1e-3 or less.
+    """PGR: (score - floor) / (dense - floor), of means over the same questions. nan at a gap of 1e-3 or less.
 
     For a loss such as NLL the signs cancel, so the same call serves. Not clipped: below 0 is worse than no context.
     """
@@ -98,7 +98,7 @@ def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
     down = sum(x < y for x, y in zip(a, b, strict=True))
     n = up + down
     tail = sum(math.comb(n, k) for k in range(min(up, down) + 1)) / 2**n
-    return min(1.0, 2 * tail)
+    return float(min(1.0, 2 * tail))
 
 
 def median(values: Sequence[float]) -> float:
