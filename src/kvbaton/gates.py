@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.correctors.base import EdgeState
+from kvbaton.correctors.residuals import ResidualState
 from kvbaton.kv import KV
 
 
@@ -42,3 +43,13 @@ class Never:
 
     def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
         return Verdict(False, "never", teach=True)
+
+
+@dataclass(frozen=True)
+class ExactKey:
+    """Reuse only a text whose residual is stored; any other goes dense, which counts as a sighting. GraphFlow."""
+
+    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
+        if isinstance(state, ResidualState) and source.token_ids in state.held:
+            return Verdict(True, "exact relation")
+        return Verdict(False, "relation not stored", teach=True)
