@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src" / "kvbaton"
 
 LAYERS = {
     "errors": 0, "prompt": 0, "kv": 0, "rope": 0, "lowrank": 0,
-    "references": 1, "correctors": 1, "selectors": 1, "gates": 1, "memory": 1,
+    "references": 1, "correctors": 1, "selectors": 1, "gates": 1, "memory": 1, "store": 1,
     "recipes": 2, "plan": 2,
     "engine": 3,
     "team": 4, "vllm": 4,
@@ -23,7 +23,7 @@ LAYERS = {
 }  # fmt: skip
 STDLIB_ONLY = ("errors", "prompt")
 PARTS = ("correctors", "selectors")
-NO_MODEL_LIBRARY = ("correctors", "selectors", "gates", "references", "memory", "plan", "recipes")
+NO_MODEL_LIBRARY = ("correctors", "selectors", "gates", "references", "memory", "store", "plan", "recipes")
 """Parts see plain tensors: the same part serves every engine."""
 
 MODULE_LINES, PART_LINES, FUNCTION_LINES = 400, 150, 60

@@ -182,8 +182,8 @@ def test_fingerprint_tells_ropes_apart() -> None:
 
 @pytest.mark.parametrize(("rope_parameters", "named"), [
     ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "dynamic NTK"),
-    ({"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
-          "original_max_position_embeddings": 1024}, "longrope"),
+    ({"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "short_factor": [1.0] * 8,
+      "long_factor": [2.0] * 8, "original_max_position_embeddings": 1024}, "longrope"),
 ])
 def test_refuses_kinds_that_follow_the_prompt_length(rope_parameters: dict[str, Any], named: str) -> None:
     from transformers.models.llama.configuration_llama import LlamaConfig
