@@ -15,7 +15,7 @@ SRC = Path(__file__).parent.parent / "src" / "kvbaton"
 LAYERS = {
     "errors": 0, "prompt": 0, "kv": 0, "rope": 0, "lowrank": 0,
     "references": 1, "correctors": 1, "selectors": 1, "gates": 1, "memory": 1, "store": 1,
-    "recipes": 2, "plan": 2,
+    "recipes": 2, "plan": 2, "overrides": 2,
     "engine": 3,
     "team": 4, "vllm": 4,
     "bench": 5, "serve": 5,
