@@ -94,8 +94,8 @@ def _judge(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, index:
     segment, span = prompt.segments[index], prompt.spans[index]
     source = recipe.reference.resolve(segment, run)
     if source is None:
-        return (Step(index, segment, span, Action.RECOMPUTE, "first hop"),
-                Verdict(False, "first hop"))
+        absent = recipe.reference.absent
+        return Step(index, segment, span, Action.RECOMPUTE, absent), Verdict(False, absent)
     edge = Edge(segment.share or "", source.source, prompt.reader, slot)
     corrector = recipe.corrector
     state = corrector.reveal(truth[index], source) if corrector.needs_truth else memory.state(edge)

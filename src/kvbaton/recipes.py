@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from kvbaton.correctors.base import Corrector, NoCorrection
 from kvbaton.errors import UnknownName, UsageError
 from kvbaton.gates import Always, Gate, Never
-from kvbaton.references import Chained, Origin, Reference
+from kvbaton.references import Chained, Nothing, Reference
 from kvbaton.selectors.base import AllRows, NoRows, Selector
 
 
@@ -105,7 +105,7 @@ def all_recipes() -> Iterator[Recipe]:
 @register
 def dense() -> Recipe:
     return Recipe("dense", "Prefill everything: the exact result that every error is measured against.", "-",
-                  Origin(), selector=AllRows(), gate=Never())
+                  Nothing(), selector=AllRows(), gate=Never())
 
 
 @register

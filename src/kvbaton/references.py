@@ -3,11 +3,13 @@
     Chained    what the agent that ran before holds: replaced after every hop
     Origin     what the first exact owner (or the writer) made: never replaced
     Isolated   the text encoded alone, without any context
+    Nothing    no KV is kept: the reference of the dense method
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import ClassVar, Protocol
 
 from kvbaton.kv import KV
@@ -41,6 +43,17 @@ class RunStore:
         return sum(kv.nbytes for kv in {id(kv.k): kv for kv in self._held.values()}.values())
 
 
+class Keep(Enum):
+    """What a reference wants to be handed after a hop; the engine materialises nothing else."""
+
+    EXACT_READS = auto()
+    """KV of shared text that a reader computed itself."""
+    REUSED_READS = auto()
+    """KV of shared text that a reader holds after reusing it (corrected, partly recomputed)."""
+    WRITTEN = auto()
+    """Decode-time KV of generated text."""
+
+
 class Reference(Protocol):
     """Where the KV of a shared segment comes from and what each hop leaves behind."""
 
@@ -50,8 +63,11 @@ class Reference(Protocol):
         ...
 
     @property
-    def keeps_reads(self) -> bool:
-        """True: what a reusing reader holds replaces the reference, so the engine must materialise it."""
+    def keeps(self) -> frozenset[Keep]: ...
+
+    @property
+    def absent(self) -> str:
+        """The reason to give where `resolve` finds nothing."""
         ...
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
@@ -76,7 +92,8 @@ class Chained:
     """What the agent that ran before holds; a writer's own KV until its first reader. KVCMAS, section 3."""
 
     encodes_alone: ClassVar[bool] = False
-    keeps_reads: ClassVar[bool] = True
+    keeps: ClassVar[frozenset[Keep]] = frozenset(Keep)
+    absent: ClassVar[str] = "first hop"
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)
@@ -95,7 +112,8 @@ class Origin:
     """What the first exact owner made (for generated text: the writer); an inexact one is kept until then."""
 
     encodes_alone: ClassVar[bool] = False
-    keeps_reads: ClassVar[bool] = False
+    keeps: ClassVar[frozenset[Keep]] = frozenset({Keep.EXACT_READS, Keep.WRITTEN})
+    absent: ClassVar[str] = "first hop"
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)
@@ -117,7 +135,11 @@ class Isolated:
 
     writer: bool = False
     encodes_alone: ClassVar[bool] = True
-    keeps_reads: ClassVar[bool] = False
+    absent: ClassVar[str] = "not encoded"
+
+    @property
+    def keeps(self) -> frozenset[Keep]:
+        return frozenset({Keep.WRITTEN}) if self.writer else frozenset()
 
     def resolve(self, segment: Segment, run: RunStore) -> KV | None:
         return run.get(segment)
@@ -130,3 +152,21 @@ class Isolated:
     def wrote(self, segment: Segment, held: KV, run: RunStore) -> None:
         if self.writer:
             run.put(segment, held)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No KV is kept."""
+
+    encodes_alone: ClassVar[bool] = False
+    keeps: ClassVar[frozenset[Keep]] = frozenset()
+    absent: ClassVar[str] = "dense method"
+
+    def resolve(self, segment: Segment, run: RunStore) -> KV | None:
+        return None
+
+    def encoded(self, segment: Segment, alone: KV, run: RunStore) -> None: ...
+
+    def read(self, segment: Segment, held: KV, run: RunStore) -> None: ...
+
+    def wrote(self, segment: Segment, held: KV, run: RunStore) -> None: ...

@@ -92,7 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall
 def _causal_square(rows: QueryRows, call: AttentionCall) -> bool:
     """A long contiguous run near the start: the square causal kernel skips the masked half."""
     fits_window = call.window is None or rows.last < call.window
-    return rows.contiguous and fits_window and not rows.bottom_right and rows.positions.numel() > max(BLOCK_ROWS, rows.first)
+    long_enough = rows.positions.numel() > max(BLOCK_ROWS, rows.first)
+    return rows.contiguous and fits_window and long_enough and not rows.bottom_right
 
 
 def _attend_causal(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall) -> Tensor:

@@ -31,7 +31,8 @@ class SplicedCache:
 class PrefixCache:
     """Exact KV of role prompts, by token ids: the same for every method, as an engine with prefix caching has it.
 
-    Holds rotated keys and values ``[L, H, T, D]`` from position 0, within ``budget_bytes``, least recently used first out.
+    Holds rotated keys and values ``[L, H, T, D]`` from position 0, within ``budget_bytes``; the least recently
+    used goes first.
     """
 
     budget_bytes: int = 256 * 2**20

@@ -82,6 +82,11 @@ class Generate:
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
 
+    @property
+    def max_tokens(self) -> int:
+        """Cache slots that the answer may take."""
+        return self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Force:
@@ -92,3 +97,8 @@ class Force:
     def __post_init__(self) -> None:
         if not self.ids:
             raise UsageError("a forced answer needs at least one token")
+
+    @property
+    def max_tokens(self) -> int:
+        """Cache slots that the answer takes."""
+        return len(self.ids)

@@ -1,0 +1,79 @@
+"""Capture: collects the unrotated keys and values of one span as a pass computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbaton.engine.attention import QueryRows
+from kvbaton.engine.hf import PackedPass, Watch
+from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Span
+
+
+@dataclass
+class Capture:
+    """Buffers ``[L, H, T, D]`` of one span, filled row by row. ``entry``: also keep the hidden states entering it."""
+
+    span: Span
+    k: Tensor
+    v: Tensor
+    entry: int | None = None
+    boundary: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, span: Span, geometry: Geometry, device: torch.device, entry: int | None) -> Capture:
+        return cls(span, geometry.empty(len(span), device), geometry.empty(len(span), device), entry)
+
+    def take(self, layer: int, view: PackedPass) -> None:
+        """Copy the fresh rows of the span that this layer computed."""
+        assert view.fresh is not None
+        at, offsets = _within(view.rows, self.span)
+        fresh_k, fresh_v = (t[:, at] for t in view.fresh)
+        if offsets.numel() == len(self.span):
+            self.k[layer], self.v[layer] = fresh_k, fresh_v
+        elif offsets.numel():
+            self.k[layer].index_copy_(1, offsets, fresh_k)
+            self.v[layer].index_copy_(1, offsets, fresh_v)
+
+    def take_hidden(self, layer: int, rows: QueryRows, hidden: Tensor) -> None:
+        """Keep the hidden states ``[A, hidden]`` that enter ``entry``."""
+        if layer != self.entry:
+            return
+        at, offsets = _within(rows, self.span)
+        if offsets.numel():
+            kept = self.boundary.setdefault(layer, hidden.new_empty(len(self.span), hidden.shape[1]))
+            kept.index_copy_(0, offsets, hidden[at])
+
+    def kv(self, source: str, exact: bool, tokens: int | None = None) -> KV:
+        """What was captured, or its first ``tokens`` rows (copied, so that the rest can go)."""
+        whole = KV(self.k, self.v, self.span.start, source, exact, tuple(self.boundary.items()))
+        if tokens is None or tokens == len(self.span):
+            return whole
+        part = whole.rows(0, tokens)
+        boundary = tuple((layer, h.clone()) for layer, h in part.boundary)
+        return KV(part.k.clone(), part.v.clone(), part.start, source, exact, boundary)
+
+
+def _within(rows: QueryRows, span: Span) -> tuple[slice, Tensor]:
+    """The rows that lie in ``span``: their range in the row list, and their offsets in the span."""
+    low, high = (int(i) for i in torch.searchsorted(rows.positions, rows.positions.new_tensor([span.start, span.end])))
+    return slice(low, high), rows.positions[low:high] - span.start
+
+
+class Captures(Watch):
+    """A watch that only captures."""
+
+    def __init__(self, captures: list[Capture]) -> None:
+        self._captures = captures
+
+    def enter(self, layer: int, rows: QueryRows, hidden: Tensor) -> tuple[QueryRows, Tensor]:
+        for capture in self._captures:
+            capture.take_hidden(layer, rows, hidden)
+        return rows, hidden
+
+    def leave(self, layer: int, view: PackedPass) -> None:
+        for capture in self._captures:
+            capture.take(layer, view)

@@ -1,0 +1,207 @@
+"""Session: one recipe over one engine, with what it learned. `Session.hop` is a hop's whole life.
+
+    1 encode alone (where the reference asks)   5 packed pass, first token          <- TTFT ends
+    2 plan: gate and decide each segment        6 learn from exact pairs (thread)
+    3 exact prefix from the prefix cache        7 decode
+    4 splice: move, correct, choose rows        8 hand on what is held
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvbaton.engine.cache import PrefixCache, SplicedCache
+from kvbaton.engine.capture import Capture, Captures
+from kvbaton.engine.decode import Answer, OnToken, begin_answer
+from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.learner import Learner
+from kvbaton.engine.result import Decision, Entries, HopResult
+from kvbaton.engine.sampling import Force, Generate
+from kvbaton.engine.splice import Splice
+from kvbaton.errors import PromptTooLong, UsageError
+from kvbaton.kv import KV
+from kvbaton.memory import Memory
+from kvbaton.plan import Plan, Step, make_plan
+from kvbaton.prompt import Prompt, Segment, Span
+from kvbaton.recipes import PrivateText, Recipe
+from kvbaton.references import ALONE, Keep, RunStore
+
+
+class Session:
+    """Runs hops of one recipe. Not for use by several threads at once.
+
+    ``memory``: what was learned before (None: nothing yet); ``budget_bytes``: limit on what is learned;
+    ``prefix_cache``: exact reuse of an agent's own role prompt across runs, the same for every method.
+    """
+
+    def __init__(self, engine: HFEngine, recipe: Recipe, memory: Memory | None = None,
+                 budget_bytes: int | None = None, prefix_cache: bool = True) -> None:
+        if memory is not None and memory.corrector != recipe.corrector:
+            raise UsageError(f"the memory was learned by {memory.corrector}, recipe {recipe.name!r} "
+                             f"corrects with {recipe.corrector}")
+        self.engine, self.recipe = engine, recipe
+        self.memory = memory if memory is not None else Memory(recipe.corrector, engine.geometry, budget_bytes)
+        self._prefixes = PrefixCache() if prefix_cache else PrefixCache(budget_bytes=0)
+        self._own: dict[str, RunStore] = {}
+        self._learner = Learner(self.memory)
+        self._busy = threading.Lock()
+
+    def start_run(self) -> RunStore:
+        """An empty store for the shared KV of one run; `RunStore.clear` frees it."""
+        return RunStore()
+
+    def close(self) -> None:
+        """Finish learning and stop the worker thread."""
+        self._learner.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @torch.no_grad()
+    def hop(self, prompt: Prompt, decode: Generate | Force, run: RunStore, writes: str | None = None,
+            on_token: OnToken | None = None) -> HopResult:
+        """One agent call. ``writes`` names the text it generates, for its readers.
+
+        Raises PromptTooLong if prompt and answer do not fit the context. A hop that raises leaves ``run`` as it was.
+        """
+        with self._alone():
+            self._check_length(prompt, decode)
+            truth = self._truth(prompt) if self.recipe.corrector.needs_truth else None
+            submit = time.perf_counter()
+            extra = self._encode_alone(prompt, run)
+            own = self._own.setdefault(prompt.reader, RunStore())
+            plan = make_plan(prompt, self.recipe, run, self.memory, own, truth)
+            plan_s = time.perf_counter() - submit
+            answer_tokens = decode.max_tokens
+            cache = self.engine.new_cache(len(prompt) + answer_tokens)
+            prefix = self._load_prefix(prompt, cache)
+            splice = Splice(self.engine, prompt, plan, self.recipe, cache, prefix)
+            first = self.engine.logits(splice.prefill())[0]
+            answer = begin_answer(self.engine, decode, first, submit)
+            held = {step.index: splice.held(step.index) for step in plan.steps}
+            self._learn(plan, held)
+            written = self._capture(Span(len(prompt), len(prompt) + answer_tokens))
+            answer.finish(cache, written, on_token)
+            learn_s = self._learner.drain()
+            self._save_prefix(prompt, cache)
+            self._hand_on(prompt, plan, splice, held, run)
+            if writes is not None and answer.ids and Keep.WRITTEN in self.recipe.reference.keeps:
+                kv = written.kv(prompt.reader, exact=plan.dense, tokens=len(answer.ids))
+                self.recipe.reference.wrote(Segment(tuple(answer.ids), writes), kv, run)
+            return self._result(prompt, plan, plan_s, splice, prefix, answer, run, learn_s, extra)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("a session runs one hop at a time: use one session a thread")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _check_length(self, prompt: Prompt, decode: Generate | Force) -> None:
+        answer = decode.max_tokens
+        over = len(prompt) + answer - self.engine.context_tokens
+        if over > 0:
+            parts = ", ".join(f"{segment.share or 'own text'} {len(segment)}" for segment in prompt.segments)
+            raise PromptTooLong(
+                f"{prompt.reader!r}: prompt of {len(prompt)} tokens and answer of up to {answer} exceed the model's "
+                f"context of {self.engine.context_tokens} by {over} tokens (segments: {parts}); shorten one of them")
+
+    def _encode_alone(self, prompt: Prompt, run: RunStore) -> int:
+        """Encode texts that nobody holds by themselves, where the reference starts from that; entries computed."""
+        reference, entries = self.recipe.reference, 0
+        if not reference.encodes_alone:
+            return 0
+        for _, segment, _, _ in prompt.shared():
+            if reference.resolve(segment, run) is None:
+                reference.encoded(segment, self._encode(segment), run)
+                entries += len(segment) * self.engine.geometry.layers
+        return entries
+
+    def _encode(self, segment: Segment) -> KV:
+        capture = self._capture(Span(0, len(segment)))
+        self.engine.forward(self.engine.new_cache(len(segment)), self.engine.tensor(segment.token_ids),
+                            self.engine.rows(0, len(segment)), Captures([capture]))
+        return capture.kv(ALONE, exact=True)
+
+    def _capture(self, span: Span) -> Capture:
+        return Capture.empty(span, self.engine.geometry, self.engine.device, self.recipe.selector.entry)
+
+    def _truth(self, prompt: Prompt) -> dict[int, KV]:
+        """True KV of every shared segment, from a dense pass outside the clock."""
+        captures = {index: self._capture(span) for index, _, span, _ in prompt.shared()}
+        self.engine.forward(self.engine.new_cache(len(prompt)), self.engine.tensor(prompt.token_ids),
+                            self.engine.rows(0, len(prompt)), Captures(list(captures.values())))
+        return {index: capture.kv(prompt.reader, exact=True) for index, capture in captures.items()}
+
+    def _load_prefix(self, prompt: Prompt, cache: SplicedCache) -> int:
+        """Copy the role prompt's exact KV into the cache; returns its tokens (never the prompt's last one)."""
+        held = self._prefixes.get(prompt.token_ids[:prompt.prefix_tokens])
+        if held is None:
+            return 0
+        tokens = min(prompt.prefix_tokens, len(prompt) - 1)
+        cache.k[:, :, :tokens], cache.v[:, :, :tokens] = (t[:, :, :tokens] for t in held)
+        return tokens
+
+    def _save_prefix(self, prompt: Prompt, cache: SplicedCache) -> None:
+        ids = prompt.token_ids[:prompt.prefix_tokens]
+        if ids and self._prefixes.get(ids) is None:
+            self._prefixes.put(ids, cache.k[:, :, :len(ids)], cache.v[:, :, :len(ids)])
+
+    def _learn(self, plan: Plan, held: dict[int, KV | None]) -> None:
+        """Queue every pair of a source and what this hop computed exactly."""
+        if not self.recipe.corrector.learns:
+            return
+        for step in plan.steps:
+            target = held[step.index]
+            if self._teaches(step, target):
+                assert step.edge is not None
+                assert step.source is not None
+                assert target is not None
+                self._learner.submit(step.edge, step.source, target)
+
+    def _teaches(self, step: Step, target: KV | None) -> bool:
+        exact_source = step.source is not None and (step.source.exact or self.recipe.learn_approximate)
+        return step.edge is not None and exact_source and target is not None and target.exact
+
+    def _hand_on(self, prompt: Prompt, plan: Plan, splice: Splice, held: dict[int, KV | None],
+                 run: RunStore) -> None:
+        reference = self.recipe.reference
+        for step in plan.steps:
+            kv = held[step.index]
+            if kv is not None and step.segment.share is not None:
+                reference.read(step.segment, kv, run)
+        if self.recipe.private is not PrivateText.EXACT and plan.dense:
+            own = self._own[prompt.reader] = RunStore()
+            for index, segment in enumerate(prompt.segments):
+                kv = splice.held(index) if segment.share is None else None
+                if kv is not None:
+                    own.put(segment, kv)
+
+    def _result(self, prompt: Prompt, plan: Plan, plan_s: float, splice: Splice, prefix: int, answer: Answer,
+                run: RunStore, learn_s: float, extra: int) -> HopResult:
+        layers = self.engine.geometry.layers
+        cached, total = prefix * layers, len(prompt) * layers
+        reused = total - cached - splice.recomputed - splice.corrected
+        decisions = tuple(Decision(step.segment.share, step.edge.source if step.edge else None, len(step.span),
+                                   step.action.value, step.reason, step.predicted) for step in plan.steps)
+        text = "" if self.engine.text is None else self.engine.text.decode(tuple(answer.ids))
+        return HopResult(
+            reader=prompt.reader, prompt_tokens=len(prompt), layers=layers,
+            shared_tokens=sum(len(segment) for _, segment, _, _ in prompt.shared()),
+            output_ids=tuple(answer.ids), stopped=answer.stopped, text=text, token_times_s=tuple(answer.times_s),
+            plan_s=plan_s, decisions=decisions,
+            entries=Entries(reused=reused, corrected=splice.corrected, recomputed=splice.recomputed, cached=cached),
+            extra_entries=extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
+            moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, learned_bytes=self.memory.nbytes, learn_s=learn_s,
+            dense=plan.dense, logits=answer.logits)
+
