@@ -1,0 +1,84 @@
+"""Affine: what the reader's prefix changes in a key and value, as a linear map of that key and value. Ours.
+
+On an edge the offset of a token is to a large part a function of the token's own key and value, so one small map a
+layer and KV head, updated in closed form on every dense hop, serves every text of the edge:
+
+    g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
+    learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
+    correct  [k, v] + g_t ((x - mean) A U + shift)           one thin product a layer; rank 0: the mean offset alone
+
+Layer 0 is exact and left alone. Keys are unrotated throughout. Measurements: docs/results/affine/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvbaton.correctors.affine_state import AffineState, row_decay
+from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
+from kvbaton.correctors.blocks import Blocks, Heads, Inputs
+from kvbaton.errors import InvariantError, UsageError
+from kvbaton.kv import KV, Geometry
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A ridge map from a row's key and value to its offset.
+
+    ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``ridge_tokens``: strength of the
+    ridge, as if that many tokens had said "no slope". ``offset_prior`` p: the mean offset of m texts counts
+    m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades). ``skip_rows``:
+    first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`).
+    ``inputs`` and ``heads``: what one map sees, `correctors.blocks`.
+    """
+
+    rank: int | None = 8
+    ridge_tokens: float = 500.0
+    decay: float = 0.5
+    offset_prior: float = 1.0
+    forget: float = 1.0
+    skip_rows: int = 0
+    inputs: Inputs = "joint-kv"
+    heads: Heads = "per-head"
+    learns: ClassVar[bool] = True
+    needs_truth: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 0:
+            raise UsageError(f"rank must be None (full) or 0 and more, got {self.rank}")
+        if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
+            raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
+        if not 0 < self.forget <= 1:
+            raise UsageError(f"forget is what remains of the past after a text, above 0 up to 1, got {self.forget}")
+
+    def new_state(self, geometry: Geometry) -> AffineState:
+        blocks = Blocks(geometry, self.inputs, self.heads)
+        full = self.rank is None or self.rank >= blocks.features
+        return AffineState(replace(self, rank=None) if full else self, blocks)
+
+    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
+        return isinstance(state, AffineState) and state.map is not None
+
+    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+        if not isinstance(state, AffineState) or state.map is None:
+            raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
+        blocks, found = state.blocks, state.map_on(source.k.device)
+        g = row_decay(start, range(len(source)), self.decay, source.k)
+
+        def layer(at: int) -> LayerKV:
+            k, v = source.k[at], source.v[at]
+            if at == 0:
+                return k, v
+            dk, dv = blocks.unpack(found.offset(state.rows(at), blocks.pack(k, v), g))
+            return k + dk, v + dv
+
+        return layer
+
+    def learn(self, state: EdgeState, source: KV, target: KV) -> None:
+        if not isinstance(state, AffineState):
+            raise InvariantError(f"Affine learns into an AffineState, not {type(state).__name__}")
+        state.learn(source, target)
+
+    def reveal(self, truth: KV, source: KV) -> EdgeState:
+        return no_reveal(truth, source)

@@ -1,0 +1,150 @@
+"""AffineState: what an edge has learned about its affine map, and how it learns more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvbaton.correctors.blocks import Blocks
+from kvbaton.correctors.fit import FittedMap, fit
+from kvbaton.correctors.record import Record
+from kvbaton.correctors.sums import Sums
+from kvbaton.correctors.texts import Texts
+from kvbaton.errors import InvariantError
+from kvbaton.kv import KV
+
+if TYPE_CHECKING:
+    from kvbaton.correctors.affine import Affine
+
+REFITS = frozenset({1, 2, 3, 5, 8, 12, 20, 30})
+"""Dense hops after which the map is solved anew; then after every 50."""
+
+
+def row_decay(start: int, rows: range, power: float, like: Tensor) -> Tensor:
+    """g = (P / (P + t))^power ``[T, 1]`` for the rows t of a segment at position P = ``start``, typed as ``like``.
+
+    The influence of a prefix on a row falls with the share of attention that it still gets. A segment without a
+    prefix counts as one behind a single token.
+    """
+    prefix = max(start, 1)
+    t = torch.arange(rows.start, rows.stop, device=like.device, dtype=torch.float32)
+    return (prefix / (prefix + t)).pow(power).to(like.dtype)[:, None]
+
+
+@dataclass
+class AffineState:
+    """``sums`` (cold, float32: solved from), ``map`` (hot, in the KV's dtype: applied), ``record`` (read by gates).
+
+    One writer at a time; `Affine.correct` may run beside it, because a new map replaces the old one as a whole.
+    """
+
+    rule: Affine
+    blocks: Blocks
+    sums: Sums | None = None
+    map: FittedMap | None = None
+    seen: Texts = field(default_factory=Texts)
+    record: Record = field(default_factory=Record)
+
+    @property
+    def texts(self) -> int:
+        return self.seen.count
+
+    @property
+    def hot_nbytes(self) -> int:
+        """Bytes that a reuse hop reads."""
+        return 0 if self.map is None else self.map.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.hot_nbytes + self.seen.nbytes + (0 if self.sums is None else self.sums.nbytes)
+
+    def rows(self, layer: int) -> slice:
+        """Where the blocks of ``layer`` (1 and up) lie in sums and map."""
+        return slice((layer - 1) * self.blocks.count, layer * self.blocks.count)
+
+    def map_on(self, device: torch.device) -> FittedMap:
+        """The map on ``device``, moved there once. Call only where there is one."""
+        if self.map is None:
+            raise InvariantError("an affine state without a map was asked for it")
+        if self.map.mean.device != device:
+            self.map = self.map.to(device)
+        return self.map
+
+    def learn(self, source: KV, target: KV) -> None:
+        """Measure the present map on this text, add the text to the sums, solve anew when it is due."""
+        rows = range(self.rule.skip_rows, len(source))
+        if not rows:
+            return
+        start, geometry = target.start, self.blocks.geometry
+        source, target = source.rows(rows.start, rows.stop), target.rows(rows.start, rows.stop)
+        first = self.sums is None
+        sums = self.sums or Sums.zeros(self.blocks.layers * self.blocks.count, self.blocks.features, source.k.device)
+        sums.scale(self.rule.forget)
+        g = row_decay(start, rows, self.rule.decay, source.k)
+        error = offset = 0.0
+        for layer in range(1, geometry.layers):
+            x = self.blocks.pack(source.k[layer], source.v[layer])
+            dy = self.blocks.pack(target.k[layer].float() - source.k[layer].float(),
+                                  target.v[layer].float() - source.v[layer].float())
+            if first:
+                sums.centre[self.rows(layer)] = x.float().mean(-2)
+            sums.add(self.rows(layer), x.float(), dy, g.float())
+            size = target.v[layer].float().square().sum().clamp(min=1e-30)
+            offset += float(self._value_energy(dy) / size)
+            if self.map is not None:
+                dy -= self.map_on(x.device).offset(self.rows(layer), x, g).float()
+            error += float(self._value_energy(dy) / size)
+        self.sums = sums
+        self.seen.add(source.token_ids, self.rule.forget)
+        self.record.learned_from(error / self.blocks.layers, offset / self.blocks.layers, None)
+        if self.record.learned in REFITS or self.record.learned % 50 == 0:
+            self.solve()
+
+    def _value_energy(self, dy: Tensor) -> Tensor:
+        return self.blocks.unpack(dy)[1].square().sum()
+
+    def solve(self) -> None:
+        """Fit the map to everything learned so far. Off the TTFT path: the engine's learner calls `learn`."""
+        if self.sums is not None:
+            self.map = fit(self.sums, self.rule.rank, self.rule.ridge_tokens,
+                           self.seen.effective / (self.seen.effective + self.rule.offset_prior),
+                           self.blocks.geometry.dtype)
+
+    def merge(self, other: AffineState) -> None:
+        """Take in another worker's sums on the same edge; both must follow the same rule."""
+        if other.rule != self.rule or other.blocks != self.blocks:
+            raise InvariantError(f"cannot merge states of {self.rule} and {other.rule}")
+        if other.sums is None:
+            return
+        self.sums = self.sums or Sums.zeros(self.blocks.layers * self.blocks.count, self.blocks.features,
+                                            other.sums.gram.device)
+        self.sums.merge(other.sums)
+        self.seen.merge(other.seen)
+        self.record.merge(other.record)
+        self.solve()
+
+    def to_tensors(self) -> Mapping[str, Tensor]:
+        tensors = {**self.seen.to_tensors(), **self.record.to_tensors()}
+        if self.sums is not None and self.map is not None:
+            tensors |= self.sums.to_tensors() | self.map.to_tensors()
+        return tensors
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        seen, record = Texts.from_tensors(tensors), Record.from_tensors(tensors)
+        if seen.count:
+            blocks, features = self.blocks.layers * self.blocks.count, self.blocks.features
+            sums = Sums.from_tensors(tensors, blocks, features)
+            self.map = FittedMap.from_tensors(tensors, blocks, features, self.rule.rank, self.blocks.geometry.dtype)
+            self.sums = sums
+        self.seen, self.record = seen, record
+
+    def check(self) -> None:
+        if (self.sums is None) != (self.map is None) or (self.sums is None) != (self.texts == 0):
+            raise InvariantError("an affine state has sums, a map and texts together, or none of them")
+        if self.sums is not None:
+            self.sums.check()
+        self.record.check()

@@ -1,0 +1,60 @@
+"""Blocks: how keys and values of one layer are grouped into the feature vectors that an affine map takes in.
+
+    inputs     heads       blocks B   features F   a map sees
+    joint-kv   per-head    H          2D           key and value of its own head (default)
+    split      per-head    2H         D            keys from keys, values from values
+    joint-kv   joint       1          2HD          all heads at once; sums grow with (HD)^2
+    split      joint       2          HD
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvbaton.correctors.base import LayerKV
+from kvbaton.kv import Geometry
+
+Inputs: TypeAlias = Literal["joint-kv", "split"]
+Heads: TypeAlias = Literal["per-head", "joint"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Packs ``[..., H, T, D]`` keys and values into ``[..., B, T, F]`` and back."""
+
+    geometry: Geometry
+    inputs: Inputs = "joint-kv"
+    heads: Heads = "per-head"
+
+    @property
+    def count(self) -> int:
+        """B, blocks a layer."""
+        return (1 if self.heads == "joint" else self.geometry.kv_heads) * (1 if self.inputs == "joint-kv" else 2)
+
+    @property
+    def features(self) -> int:
+        """F, features a block."""
+        return 2 * self.geometry.kv_heads * self.geometry.head_dim // self.count
+
+    @property
+    def layers(self) -> int:
+        """Layers that are corrected: all but the first, whose keys and values no prefix changes."""
+        return self.geometry.layers - 1
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """``[..., H, T, D]`` twice -> a new tensor ``[..., B, T, F]``."""
+        x = torch.cat((k, v), dim=-1 if self.inputs == "joint-kv" else -3)
+        if self.heads == "joint":
+            x = x.view(*x.shape[:-3], -1, self.geometry.kv_heads, *x.shape[-2:]).movedim(-3, -2).flatten(-2)
+        return x
+
+    def unpack(self, x: Tensor) -> LayerKV:
+        """``[..., B, T, F]`` -> keys and values ``[..., H, T, D]``, views where possible."""
+        if self.heads == "joint":
+            x = x.view(*x.shape[:-1], self.geometry.kv_heads, -1).movedim(-2, -3).flatten(-4, -3)
+        k, v = x.chunk(2, dim=-1 if self.inputs == "joint-kv" else -3)
+        return k, v

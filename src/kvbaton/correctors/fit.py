@@ -1,0 +1,107 @@
+"""Fit and FittedMap: a ridge regression on standardised features, cut to a rank, and what is applied of it.
+
+    y = shrink * mean(y) + (x - mean(x)) A U        A [F, R], U [R, F]; rank None: A is left out, U is [F, F]
+
+The ridge is a constant number of tokens, the same for every model, layer and head, and does not touch the mean
+offset; that one is shrunk by the number of texts, because the mean of one text is not the mean of an edge.
+Algorithm and measurements: docs/decisions/0001-affine.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbaton.correctors.sums import Sums
+from kvbaton.errors import StoreError
+
+
+@dataclass(frozen=True)
+class FittedMap:
+    """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
+
+    ``mean`` and ``shift`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``up`` ``[N, R or F, F]``.
+    """
+
+    mean: Tensor
+    shift: Tensor
+    down: Tensor | None
+    up: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.to_tensors().values())
+
+    def offset(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
+        """What to add to rows ``x`` ``[B, T, F]`` of some ``blocks``: g times the map, ``decay`` g ``[T, 1]``.
+
+        Overwrites ``x``. It is centred before the product because a key's bias can be a hundred times its spread,
+        which a half-precision product would round away.
+        """
+        x -= self.mean[blocks, None]
+        if self.down is not None:
+            x = x @ self.down[blocks]
+        return torch.baddbmm(self.shift[blocks, None], x, self.up[blocks]).mul_(decay)
+
+    def to(self, device: torch.device) -> FittedMap:
+        down = None if self.down is None else self.down.to(device)
+        return FittedMap(self.mean.to(device), self.shift.to(device), down, self.up.to(device))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        parts = {"map.mean": self.mean, "map.shift": self.shift, "map.up": self.up}
+        return parts if self.down is None else {**parts, "map.down": self.down}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: int, features: int, rank: int | None,
+                     dtype: torch.dtype) -> FittedMap:
+        """Raises StoreError where a part is missing, of another shape or type, or not finite."""
+        inner = features if rank is None else rank
+        shapes = {"mean": (blocks, features), "shift": (blocks, features), "up": (blocks, inner, features)}
+        if rank is not None:
+            shapes["down"] = (blocks, features, rank)
+        parts = {}
+        for name, shape in shapes.items():
+            found = tensors.get(f"map.{name}")
+            if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
+                raise StoreError(f"affine state: map.{name} must be finite {dtype} of shape {shape}")
+            parts[name] = found.clone()
+        return cls(parts["mean"], parts["shift"], parts.get("down"), parts["up"])
+
+
+def covariance(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale s ``[N, F]``, correlation R and its ridged Cholesky factor ``[N, F, F]``, float64."""
+    weight = sums.weight.double().clamp(min=1e-12)
+    mean = sums.inputs.double() / weight[:, None]
+    spread = sums.gram.double() / weight[:, None, None] - mean[:, :, None] * mean[:, None, :]
+    variance = spread.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+    scale = (variance + 1e-6 * variance.mean(-1, keepdim=True) + 1e-12).sqrt()
+    correlation = spread / (scale[:, :, None] * scale[:, None, :])
+    ridge = (ridge_tokens / weight)[:, None, None] * torch.eye(spread.shape[-1], dtype=torch.float64,
+                                                              device=spread.device)
+    return scale, correlation, torch.linalg.cholesky(correlation + ridge)
+
+
+def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype: torch.dtype) -> FittedMap:
+    """Solve for the map of every block, in float64. ``dtype`` is that of the KV it will be applied to."""
+    weight = sums.weight.double().clamp(min=1e-12)[:, None]
+    mean_x, mean_y = sums.inputs.double() / weight, sums.targets.double() / weight
+    mean = (mean_x + sums.centre.double()).to(dtype)
+    shift = shrink * mean_y
+    if rank == 0:
+        empty = mean.new_zeros(*mean.shape, 0)
+        return FittedMap(mean, shift.to(dtype), empty, empty.mT)
+    scale, correlation, factor = covariance(sums, ridge_tokens)
+    cross = sums.cross.double() / weight[..., None] - mean_x[:, :, None] * mean_y[:, None, :]
+    slopes = torch.cholesky_solve(cross / scale[..., None], factor)
+    down, up = None, slopes / scale[..., None]
+    if rank is not None:
+        explained = slopes.mT @ correlation @ slopes
+        basis = torch.linalg.eigh(explained).eigenvectors[..., -rank:]
+        down, up = up @ basis, basis.mT
+    # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
+    missing = (mean.double() - mean_x - sums.centre.double())[:, None]
+    shift = shift + (missing @ up if down is None else missing @ down @ up)[:, 0]
+    return FittedMap(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype).contiguous())

@@ -1,0 +1,142 @@
+"""Record: how well an edge's correction has served so far. Kept with what the edge learned, read by `Residual`.
+
+All errors are out of sample: a dense hop is measured with the map as it was before that hop was learned from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvbaton.errors import InvariantError, StoreError
+
+FADE = 0.9
+"""What a value still counts after the next one: a mean speaks of the last ten or so."""
+
+
+@dataclass
+class Fading:
+    """A mean in which older values fade."""
+
+    weight: float = 0.0
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.weight = FADE * self.weight + 1.0
+        self.total = FADE * self.total + value
+
+    def merge(self, other: Fading) -> None:
+        self.weight += other.weight
+        self.total += other.total
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.weight if self.weight else None
+
+
+@dataclass
+class Record:
+    """What happened on an edge.
+
+    ``learned``: dense hops learned from. ``reused``: hops that reused the edge's segment. ``audits``: hops of which
+    the divergence of reuse was measured. ``latest``: error of the last dense hop.
+    ``offset``: squared error of the values without correction, relative to the values, mean over layers above 0;
+    ``error``: the same with the correction. ``level``: novelty of the texts learned from, before they were.
+    ``divergence``: measured, nats a token; ``audited``: the error that the same hop showed.
+    """
+
+    learned: int = 0
+    reused: int = 0
+    audits: int = 0
+    latest: float | None = None
+    offset: Fading = field(default_factory=Fading)
+    error: Fading = field(default_factory=Fading)
+    level: Fading = field(default_factory=Fading)
+    divergence: Fading = field(default_factory=Fading)
+    audited: Fading = field(default_factory=Fading)
+
+    def learned_from(self, error: float, offset: float, novelty: float | None) -> None:
+        """A dense hop of this error was learned from; ``novelty`` None where nothing was there to compare it with."""
+        self.learned += 1
+        self.latest = error
+        self.error.add(error)
+        self.offset.add(offset)
+        if novelty is not None:
+            self.level.add(novelty)
+
+    def reused_once(self) -> None:
+        self.reused += 1
+
+    def audited_once(self, divergence: float) -> None:
+        """The hop that was learned from last would have diverged by ``divergence`` if it had reused."""
+        if self.latest is not None:
+            self.audits += 1
+            self.divergence.add(divergence)
+            self.audited.add(self.latest)
+
+    @property
+    def ratio(self) -> float | None:
+        """Error with correction over error without, out of sample; 1 or more: the correction does no good."""
+        return self.error.total / self.offset.total if self.offset.total > 0 else None
+
+    @property
+    def predicted(self) -> float | None:
+        """Divergence expected of a reuse, nats a token; None before any was measured.
+
+        Measured divergence per measured error, times the present error, and raised by 1 / sqrt(audits): the few
+        first values of a skewed quantity are not trusted as they stand.
+        """
+        if not self.audits or self.error.mean is None:
+            return None
+        mean = self.divergence.mean or 0.0
+        if self.audited.total > 0:
+            mean = self.divergence.total / self.audited.total * self.error.mean
+        return mean * (1.0 + 1.0 / math.sqrt(self.audits))
+
+    def merge(self, other: Record) -> None:
+        self.learned += other.learned
+        self.reused += other.reused
+        self.audits += other.audits
+        for mine, theirs in zip(self._means(), other._means(), strict=True):
+            mine.merge(theirs)
+
+    def _means(self) -> tuple[Fading, ...]:
+        return self.offset, self.error, self.level, self.divergence, self.audited
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        latest = math.nan if self.latest is None else self.latest
+        values = [float(self.learned), float(self.reused), float(self.audits), latest]
+        values += [value for mean in self._means() for value in (mean.weight, mean.total)]
+        return {"record": torch.tensor(values, dtype=torch.float64)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Record:
+        found = tensors.get("record")
+        if found is None or found.shape != (14,) or found.dtype != torch.float64:
+            raise StoreError("affine state: the record of its hops is missing or misshapen")
+        values = found.tolist()
+        counts, latest, means = values[:3], values[3], values[4:]
+        if not all(math.isfinite(x) and x >= 0 for x in counts + means):
+            raise StoreError("affine state: the record of its hops holds values that make no sense")
+        learned, reused, audits = (int(x) for x in counts)
+        record = cls(learned, reused, audits, None if math.isnan(latest) else latest)
+        for i, mean in enumerate(record._means()):
+            mean.weight, mean.total = means[2 * i:2 * i + 2]
+        return record
+
+    def check(self) -> None:
+        if not all(math.isfinite(mean.total) and mean.weight >= 0 for mean in self._means()):
+            raise InvariantError("the record of an edge holds values that are not finite")
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """A state that keeps a `Record`: the engine tells it of reuses and audits."""
+
+    @property
+    def record(self) -> Record: ...

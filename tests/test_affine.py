@@ -1,0 +1,314 @@
+"""The affine correction against a plain float64 loop, and the rules of docs that it must hold to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvbaton.correctors.affine import Affine
+from kvbaton.correctors.affine_state import AffineState
+from kvbaton.correctors.blocks import Blocks
+from kvbaton.errors import InvariantError, StoreError, UsageError
+from kvbaton.kv import KV, Geometry
+
+L, H, D = 3, 2, 4
+GEOMETRY = Geometry(L, H, D, torch.float32)
+Pair = tuple[KV, KV]
+
+
+def kv_pair(seed: int, tokens: int = 30, start: int = 7, bias: float = 0.0, dtype: torch.dtype = torch.float32) -> Pair:
+    """A source and a target whose offset depends on the source by one fixed map, plus noise; layer 0 is equal."""
+    rng = torch.Generator().manual_seed(seed)
+    fixed = torch.Generator().manual_seed(99)
+    k, v = (torch.randn(L, H, tokens, D, generator=rng) for _ in "kv")
+    slope = 0.3 * torch.randn(L, H, 2 * D, 2 * D, generator=fixed)
+    mean = 0.3 * torch.randn(L, H, 1, 2 * D, generator=fixed)
+    bias_k = bias * torch.randn(L, H, 1, D, generator=fixed)
+    dy = torch.cat((k, v), -1) @ slope + mean + 0.1 * torch.randn(L, H, tokens, 2 * D, generator=rng)
+    dy[0] = 0
+    dk, dv = dy.split(D, -1)
+    k = k + bias_k
+    ids = tuple(range(seed * 1000, seed * 1000 + tokens))
+    source = KV(k.to(dtype), v.to(dtype), 50, "solver", True, token_ids=ids)
+    return source, KV((k + dk).to(dtype), (v + dv).to(dtype), start, "critic", True, token_ids=ids)
+
+
+def learned(rule: Affine, pairs: list[Pair], geometry: Geometry = GEOMETRY) -> AffineState:
+    state = rule.new_state(geometry)
+    for source, target in pairs:
+        rule.learn(state, source, target)
+        state.check()
+    state.solve()
+    return state
+
+
+def corrected(rule: Affine, state: AffineState, source: KV, start: int) -> tuple[Tensor, Tensor]:
+    layer = rule.correct(state, source, start)
+    k, v = zip(*(layer(at) for at in range(len(source.k))), strict=True)
+    return torch.stack(k), torch.stack(v)
+
+
+def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[Tensor, Tensor]:
+    """The algorithm one layer, head and token at a time, in float64."""
+    out_k, out_v = source.k.double().clone(), source.v.double().clone()
+    for layer in range(1, L):
+        for h in range(H):
+            n, m = 0.0, 0.0
+            sx, sy = torch.zeros(2 * D).double(), torch.zeros(2 * D).double()
+            gram, cross = torch.zeros(2 * D, 2 * D).double(), torch.zeros(2 * D, 2 * D).double()
+            for a, b in pairs:
+                n, m = n * rule.forget, m * rule.forget + 1
+                for part in (sx, sy, gram, cross):
+                    part *= rule.forget
+                for t in range(rule.skip_rows, len(a)):
+                    g = (b.start / (b.start + t)) ** rule.decay
+                    x = torch.cat((a.k[layer, h, t], a.v[layer, h, t])).double()
+                    y = (torch.cat((b.k[layer, h, t], b.v[layer, h, t])).double() - x) / g
+                    w = g * g
+                    n, sx, sy = n + w, sx + w * x, sy + w * y
+                    gram, cross = gram + w * torch.outer(x, x), cross + w * torch.outer(x, y)
+            mu, my = sx / n, sy / n
+            spread, c = gram / n - torch.outer(mu, mu), cross / n - torch.outer(mu, my)
+            s = (spread.diagonal() + 1e-6 * spread.diagonal().mean() + 1e-12).sqrt()
+            slopes = torch.linalg.solve(spread / torch.outer(s, s) + rule.ridge_tokens / n * torch.eye(2 * D).double(),
+                                        c / s[:, None])
+            w_full = slopes / s[:, None]
+            if rule.rank is not None:
+                basis = torch.linalg.eigh(w_full.mT @ spread @ w_full).eigenvectors[:, 2 * D - rule.rank:]
+                w_full = w_full @ basis @ basis.mT
+            shift = m / (m + rule.offset_prior) * my - mu @ w_full
+            for t in range(len(source)):
+                x = torch.cat((source.k[layer, h, t], source.v[layer, h, t])).double()
+                y = (start / (start + t)) ** rule.decay * (x @ w_full + shift)
+                out_k[layer, h, t] += y[:D]
+                out_v[layer, h, t] += y[D:]
+    return out_k, out_v
+
+
+@pytest.mark.parametrize("rule", [Affine(), Affine(rank=3, ridge_tokens=20), Affine(rank=0), Affine(rank=None),
+                                  Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0)])
+def test_equals_plain_loop(rule: Affine) -> None:
+    pairs = [kv_pair(seed, tokens=20 + seed, start=5 + seed) for seed in range(4)]
+    source, _ = kv_pair(50)
+    state = learned(rule, pairs)
+    for got, want in zip(corrected(rule, state, source, 11), reference(rule, pairs, source, 11), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_equal_prefixes_leave_everything_as_it_is() -> None:
+    rule, pairs = Affine(), [(s, replace(s, start=7, source="critic")) for s, _ in map(kv_pair, range(3))]
+    source, _ = kv_pair(50)
+    k, v = corrected(rule, learned(rule, pairs), source, 7)
+    assert torch.equal(k, source.k)
+    assert torch.equal(v, source.v)
+
+
+def test_true_affine_data_is_recovered() -> None:
+    rule = Affine(rank=None, ridge_tokens=1e-4, decay=0.0, offset_prior=0.0)
+
+    def exact(seed: int) -> Pair:
+        source, _ = kv_pair(seed, tokens=200)
+        rng = torch.Generator().manual_seed(5)
+        slope, mean = torch.randn(L, H, 2 * D, 2 * D, generator=rng), torch.randn(L, H, 1, 2 * D, generator=rng)
+        dy = torch.cat((source.k, source.v), -1) @ slope + mean
+        dy[0] = 0
+        return source, replace(source, k=source.k + dy[..., :D], v=source.v + dy[..., D:])
+
+    state = learned(rule, [exact(seed) for seed in range(5)])
+    source, target = exact(60)
+    k, v = corrected(rule, state, source, 9)
+    torch.testing.assert_close(k, target.k, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(v, target.v, atol=1e-4, rtol=1e-4)
+    narrow = Affine(rank=2, ridge_tokens=1e-4, decay=0.0, offset_prior=0.0)
+    k, _ = corrected(narrow, learned(narrow, [exact(seed) for seed in range(5)]), source, 9)
+    assert (k - target.k).abs().max() > 1e-2
+
+
+def test_an_endless_ridge_leaves_only_the_mean_offset() -> None:
+    pairs, (source, _) = [kv_pair(seed) for seed in range(3)], kv_pair(50)
+    stiff = Affine(ridge_tokens=1e15)
+    shift = Affine(rank=0)
+    for got, want in zip(corrected(stiff, learned(stiff, pairs), source, 7),
+                         corrected(shift, learned(shift, pairs), source, 7), strict=True):
+        torch.testing.assert_close(got, want)
+    none = Affine(ridge_tokens=1e15, offset_prior=1e15)
+    k, v = corrected(none, learned(none, pairs), source, 7)
+    torch.testing.assert_close(k, source.k)
+    torch.testing.assert_close(v, source.v)
+
+
+@given(st.permutations(range(4)))
+@settings(max_examples=10, deadline=None)
+def test_order_of_learning_does_not_matter(order: list[int]) -> None:
+    rule, pairs, (source, _) = Affine(), [kv_pair(seed, tokens=10 + 5 * seed) for seed in range(4)], kv_pair(50)
+    one, other = learned(rule, pairs), learned(rule, [pairs[i] for i in order])
+    torch.testing.assert_close(corrected(rule, other, source, 7), corrected(rule, one, source, 7), atol=1e-5, rtol=1e-5)
+
+
+@given(st.integers(1, 4), st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_sums_of_two_workers_add_up(cut: int, empty_first: bool) -> None:
+    rule, pairs, (source, _) = Affine(), [kv_pair(seed, bias=100.0) for seed in range(5)], kv_pair(50, bias=100.0)
+    mine = learned(rule, [] if empty_first else pairs[:cut])
+    mine.merge(learned(rule, pairs[0 if empty_first else cut - 1:]))  # one text was seen by both
+    mine.check()
+    weights = [1 + (i == cut - 1 and not empty_first) for i in range(5)]
+    alone = learned(rule, [pair for pair, times in zip(pairs, weights, strict=True) for _ in range(times)])
+    assert mine.texts == alone.texts == 5
+    torch.testing.assert_close(corrected(rule, mine, source, 7), corrected(rule, alone, source, 7), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [0.0, 300.0, 3000.0])
+def test_large_key_bias_is_safe_in_float32(bias: float) -> None:
+    rule, pairs, (source, _) = Affine(), [kv_pair(seed, bias=bias) for seed in range(4)], kv_pair(50, bias=bias)
+    state = learned(rule, pairs)
+    k, v = corrected(rule, state, source, 7)
+    want_k, want_v = reference(rule, pairs, source, 7)
+    # float32 itself rounds a key of this size by bias * 6e-8; the map must not add to that
+    assert (k.double() - want_k).abs().max() < 1e-5 + 1e-6 * bias
+    assert (v.double() - want_v).abs().max() < 1e-5 + 1e-6 * bias
+
+
+def test_bfloat16_with_a_key_bias_stays_near_the_reference() -> None:
+    rule = Affine()
+    pairs = [kv_pair(seed, bias=30.0, dtype=torch.bfloat16) for seed in range(4)]
+    source, _ = kv_pair(50, bias=30.0, dtype=torch.bfloat16)
+    state = learned(rule, pairs, replace(GEOMETRY, dtype=torch.bfloat16))
+    _, v = corrected(rule, state, source, 7)
+    _, want = reference(rule, pairs, source, 7)
+    assert v.dtype == torch.bfloat16
+    assert (v.double() - want).abs().max() < 0.02
+
+
+def test_forgetting_follows_a_changed_edge() -> None:
+    old = [kv_pair(seed) for seed in range(10)]
+    new = []
+    for source, target in map(kv_pair, range(20, 26)):
+        new.append((source, replace(target, v=source.v - (target.v - source.v))))
+    source, target = kv_pair(60)
+    want = source.v - (target.v - source.v)
+    errors = []
+    for forget in (1.0, 0.7):
+        rule = Affine(ridge_tokens=20.0, forget=forget)
+        _, v = corrected(rule, learned(rule, old + new), source, 7)
+        errors.append((v - want).square().mean())
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_saved_and_loaded_gives_an_equal_state() -> None:
+    rule, (source, _) = Affine(rank=3), kv_pair(50)
+    state = learned(rule, [kv_pair(seed) for seed in range(4)])
+    state.record.audited_once(0.5)
+    loaded = rule.new_state(GEOMETRY)
+    loaded.from_tensors(dict(state.to_tensors()))
+    loaded.check()
+    for one, other in zip(corrected(rule, state, source, 7), corrected(rule, loaded, source, 7), strict=True):
+        assert torch.equal(one, other)
+    assert (loaded.texts, loaded.nbytes, loaded.record) == (state.texts, state.nbytes, state.record)
+    fresh = rule.new_state(GEOMETRY)
+    fresh.from_tensors(dict(rule.new_state(GEOMETRY).to_tensors()))
+    assert fresh.texts == 0
+    assert not rule.can_correct(fresh, source)
+
+
+@pytest.mark.parametrize("name", ["sums.gram", "sums.centre", "map.up", "map.down", "texts.count", "record"])
+@pytest.mark.parametrize("harm", ["missing", "shape", "nan"])
+def test_a_broken_store_is_refused(name: str, harm: str) -> None:
+    rule = Affine(rank=3)
+    tensors = dict(learned(rule, [kv_pair(0)]).to_tensors())
+    good = tensors.pop(name)
+    if harm == "shape":
+        tensors[name] = good[..., :-1]
+    elif harm == "nan":
+        tensors[name] = torch.full_like(good, float("nan"))
+    with pytest.raises(StoreError):
+        rule.new_state(GEOMETRY).from_tensors(tensors)
+
+
+@pytest.mark.parametrize("inputs", ["joint-kv", "split"])
+@pytest.mark.parametrize("heads", ["per-head", "joint"])
+def test_blocks_pack_and_unpack(inputs: str, heads: str) -> None:
+    blocks = Blocks(GEOMETRY, inputs, heads)  # type: ignore[arg-type]
+    source, _ = kv_pair(0)
+    x = blocks.pack(source.k, source.v)
+    assert x.shape == (L, blocks.count, len(source), blocks.features)
+    k, v = blocks.unpack(x)
+    assert torch.equal(k, source.k)
+    assert torch.equal(v, source.v)
+
+
+@pytest.mark.parametrize("rule", [Affine(inputs="split"), Affine(heads="joint"), Affine(inputs="split", heads="joint")])
+def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
+    rule = replace(rule, rank=None, ridge_tokens=1.0)
+    source, target = kv_pair(50)
+    state = learned(rule, [kv_pair(seed, tokens=100) for seed in range(6)])
+    k, v = corrected(rule, state, source, 7)
+    assert (v[1:] - target.v[1:]).square().sum() < (source.v[1:] - target.v[1:]).square().sum()
+    assert torch.equal(k[0], source.k[0])
+    moved, _ = corrected(rule, state, replace(source, v=source.v + 1), 7)
+    assert torch.allclose(moved, k) == (rule.inputs == "split")
+    tilted = source.k.clone()
+    tilted[:, 1] += 1
+    moved, _ = corrected(rule, state, replace(source, k=tilted), 7)
+    assert torch.allclose(moved[:, 0], k[:, 0]) == (rule.heads == "per-head")
+
+
+def test_texts_are_counted_once_and_shrink_the_offset() -> None:
+    pair, rule = kv_pair(0), Affine(rank=0, decay=0.0)
+    state = learned(rule, [pair] * 3)
+    assert (state.texts, state.record.learned) == (1, 3)
+    assert state.map is not None
+    mean = (pair[1].v - pair[0].v)[1:].mean(-2)
+    torch.testing.assert_close(state.map.shift.view(L - 1, H, 2 * D)[..., D:], mean / 2)
+
+
+def test_out_of_sample_error_is_measured_before_learning() -> None:
+    rule = Affine(ridge_tokens=1.0, rank=None)
+    state = learned(rule, [kv_pair(0, tokens=200)])
+    assert state.record.ratio == pytest.approx(1.0)  # nothing was known when the first text came
+    for seed in range(1, 12):
+        rule.learn(state, *kv_pair(seed, tokens=200))
+    assert state.record.ratio is not None
+    assert state.record.ratio < 0.5
+
+
+def test_a_segment_of_lead_rows_alone_teaches_nothing() -> None:
+    rule = Affine(skip_rows=4)
+    state = rule.new_state(GEOMETRY)
+    rule.learn(state, *kv_pair(0, tokens=4))
+    assert (state.texts, state.nbytes) == (0, 0)
+    state.check()
+
+
+def test_a_segment_without_a_prefix_is_learned_and_corrected() -> None:
+    rule = Affine()
+    state = learned(rule, [kv_pair(0, start=0)])
+    k, _ = corrected(rule, state, kv_pair(1)[0], 0)
+    assert bool(k.isfinite().all())
+
+
+def test_bytes_are_the_formula() -> None:
+    llama = Affine().new_state(Geometry(32, 8, 128, torch.bfloat16))
+    assert (llama.blocks.layers * llama.blocks.count, llama.blocks.features) == (31 * 8, 256)
+    state = learned(Affine(rank=2), [kv_pair(0)])
+    features, heads = 2 * D, (L - 1) * H
+    assert state.hot_nbytes == 4 * heads * features * (2 * 2 + 2)
+    assert state.sums is not None
+    assert state.sums.nbytes == 4 * heads * (1 + 3 * features + 2 * features**2)
+    assert state.nbytes == state.hot_nbytes + state.sums.nbytes + 8
+
+
+def test_misuse_is_refused() -> None:
+    for wrong in ({"rank": -1}, {"ridge_tokens": 0.0}, {"forget": 0.0}, {"forget": 1.5}, {"skip_rows": -1}):
+        with pytest.raises(UsageError):
+            Affine(**wrong)  # type: ignore[arg-type]
+    rule = Affine()
+    with pytest.raises(InvariantError):
+        rule.correct(rule.new_state(GEOMETRY), kv_pair(0)[0], 3)
+    with pytest.raises(InvariantError):
+        learned(rule, [kv_pair(0)]).merge(learned(Affine(rank=3), [kv_pair(0)]))
