@@ -39,5 +39,4 @@ fmt: $(STAMP)  ## mend what ruff can mend by itself
 	$(VENV)/bin/ruff check --fix .
 
 docs: $(STAMP)  ## write docs/cli.md and docs/methods.md from the code
-	$(VENV)/bin/kvbaton methods --markdown > docs/methods.md
-	$(PY) -m kvbaton.cli.docs > docs/cli.md
+	$(PY) -m kvbaton.cli.docs docs

