@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src" / "kvbaton"
 
 LAYERS = {
-    "errors": 0, "prompt": 0, "kv": 0, "rope": 0, "lowrank": 0,
+    "errors": 0, "prompt": 0, "templates": 0, "kv": 0, "rope": 0, "lowrank": 0,
     "references": 1, "correctors": 1, "selectors": 1, "gates": 1, "memory": 1, "store": 1,
     "recipes": 2, "plan": 2, "overrides": 2,
     "engine": 3,
@@ -21,7 +21,7 @@ LAYERS = {
     "bench": 5, "serve": 5,
     "cli": 6,
 }  # fmt: skip
-STDLIB_ONLY = ("errors", "prompt")
+STDLIB_ONLY = ("errors", "prompt", "templates")
 PARTS = ("correctors", "selectors")
 NO_MODEL_LIBRARY = ("correctors", "selectors", "gates", "references", "memory", "store", "plan", "recipes")
 """Parts see plain tensors: the same part serves every engine."""
