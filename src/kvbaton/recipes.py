@@ -13,10 +13,17 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from kvbaton.correctors.base import Corrector, NoCorrection
+from kvbaton.correctors.residuals import Residuals
 from kvbaton.errors import UnknownName, UsageError
-from kvbaton.gates import Always, Gate, Never
-from kvbaton.references import Chained, Nothing, Reference
+from kvbaton.gates import Always, ExactKey, Gate, Never
+from kvbaton.references import Chained, Isolated, Nothing, Origin, Reference
+from kvbaton.selectors.attention import QueryAttention
 from kvbaton.selectors.base import AllRows, NoRows, Selector
+from kvbaton.selectors.deviation import Deviation
+from kvbaton.selectors.layers import LayerBlock
+from kvbaton.selectors.leading import Leading
+from kvbaton.selectors.random import RandomRows
+from kvbaton.selectors.relay import Relay
 
 
 class PrivateText(Enum):
@@ -111,3 +118,57 @@ def dense() -> Recipe:
 @register
 def full_shared() -> Recipe:
     return Recipe("full-shared", "Position-aligned reuse without correction.", "KVCMAS's FullShared", Chained())
+
+
+@register
+def droidspeak() -> Recipe:
+    return Recipe("droidspeak", "Recompute one block of layers for every reused row, from kept hidden states.",
+                  "DroidSpeak, arXiv 2411.02820", Chained(), selector=LayerBlock(first=1, last=3))
+
+
+@register
+def cacheblend() -> Recipe:
+    return Recipe("cacheblend", "Recompute the rows whose values changed most at layer 1, with the exact mask.",
+                  "CacheBlend, arXiv 2405.16444", Chained(), selector=Deviation(share=0.15))
+
+
+@register
+def cacheblend_bottomright() -> Recipe:
+    return Recipe("cacheblend-bottomright", "CacheBlend with its reference code's mask: chosen rows see later keys.",
+                  "CacheBlend's released code", Chained(), selector=Deviation(share=0.15), mask=Mask.BOTTOM_RIGHT)
+
+
+@register
+def relaycaching() -> Recipe:
+    return Recipe("relaycaching", "Recompute a band of layers, then the rows that deviate or are attended to.",
+                  "RelayCaching, arXiv 2603.13289", Origin(), selector=Relay())
+
+
+@register
+def epic() -> Recipe:
+    return Recipe("epic", "Recompute the first 16 rows of every text encoded alone.",
+                  "EPIC, arXiv 2410.15332", Isolated(), selector=Leading(rows=16))
+
+
+@register
+def prophetkv() -> Recipe:
+    return Recipe("prophetkv", "Recompute the rows that the agent's own text attends to most.",
+                  "ProphetKV, arXiv 2602.02579", Isolated(), selector=QueryAttention(share=0.2))
+
+
+@register
+def graphflow() -> Recipe:
+    return Recipe("graphflow", "Add the sparse offset stored for this exact text and edge; anything else goes dense.",
+                  "GraphFlow, arXiv 2605.22566", Isolated(), Residuals(drop_k=0.75, drop_v=0.70), gate=ExactKey())
+
+
+@register
+def graphflow_bare() -> Recipe:
+    return Recipe("graphflow-bare", "GraphFlow without fallback: a text that is not stored is reused uncorrected.",
+                  "GraphFlow as KVCMAS measured it", Isolated(), Residuals(sightings=1, drop_k=0.75, drop_v=0.70))
+
+
+@register
+def random() -> Recipe:
+    return Recipe("random", "Recompute random rows: the control of every selection.", "-", Chained(),
+                  selector=RandomRows(share=0.15))
