@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvbaton.bench.chain import Turn, agreement, dense_chain, divergence, replay
 from kvbaton.bench.coverage import coverage
@@ -17,16 +16,13 @@ from kvbaton.overrides import override
 from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import recipe
 from kvbaton.selectors.layers import LayerBlock
-from tiny_models import VOCAB, build
+from tiny import engine as engine_of
+from tiny import ids
 
 
 @pytest.fixture(scope="module")
 def engine() -> HFEngine:
-    return build("llama")
-
-
-def ids(count: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return engine_of("llama")
 
 
 def team(engine: HFEngine, seed: int = 0) -> list[Turn]:
@@ -111,7 +107,6 @@ def test_no_block_fits() -> None:
 def test_droidspeak_profile_on_a_tiny_model(engine: HFEngine) -> None:
     chains = [team(engine, seed) for seed in range(2)]
     found = profile_droidspeak(engine, chains, widths=[2, engine.geometry.layers - 1])
-    best, whole = found.best(2 / engine.geometry.layers), found.best(1.0)
-    assert best.divergence < found.nothing
-    assert whole.width == engine.geometry.layers - 1
-    assert whole.divergence < best.divergence
+    assert found.best(2 / engine.geometry.layers).width == 2
+    assert found.best(1.0).divergence < found.nothing
+    assert len(found.blocks) == 3
