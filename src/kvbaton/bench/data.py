@@ -3,7 +3,7 @@
 Packages are found through `importlib.metadata`, never imported. Every set is brought to one row form and checked, so a
 task never meets a missing field.
 
-    gsm8k      question, answer                       HumanEval  task_id, prompt, entry_point, test
+    gsm8k      question, answer                       HumanEval  task_id, prompt, entry_point, test, …
     mmlu       question, choices [4], answer A..D     hotpotqa   id, question, answer, paragraphs [{title, text}]
 """
 
@@ -94,7 +94,8 @@ def _gsm8k(row: Row) -> Row:
 
 def _humaneval(row: Row) -> Row:
     _need(row, "task_id", "prompt", "entry_point", "test")
-    return {k: str(row[k]) for k in ("task_id", "prompt", "entry_point", "test")}
+    fields = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
+    return {k: str(row.get(k, "")) for k in fields}
 
 
 def _mmlu(row: Row) -> Row:

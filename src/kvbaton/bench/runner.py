@@ -1,0 +1,185 @@
+"""`kvbaton eval`: every method on every question, interleaved in one process, resumable at any point.
+
+    learn questions ──▶ dense answers ──▶ each method is taught once and held still
+    each question   ──▶ dense answers ──▶ method 1, method 2, … (order turns by one a question) ──▶ one record each
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbaton.bench import data
+from kvbaton.bench.cast import cast
+from kvbaton.bench.chain import Chain
+from kvbaton.bench.conditions import conditions
+from kvbaton.bench.measures import Measure, Scene
+from kvbaton.bench.result import Journal, Record, RunFile, read
+from kvbaton.bench.script import Script
+from kvbaton.bench.tasks.base import Question, Task
+from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.sampling import Generate
+from kvbaton.engine.session import Session
+from kvbaton.errors import PromptTooLong, UsageError
+from kvbaton.recipes import Recipe
+from kvbaton.recipes import recipe as recipe_of
+
+DENSE = "dense"
+ANSWERS = "answers/"
+"""Records of the dense answers that others are compared with or taught by; reports leave them out."""
+
+Step = Callable[[int, int, str], None]
+"""Progress: steps done, steps in all, what is being done."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to measure. ``answer_tokens``: longest dense answer of an agent; an agent's own limit may be lower."""
+
+    task: Task
+    methods: tuple[Recipe, ...]
+    n: int
+    learn: int
+    seed: int
+    repeats: int
+    answer_tokens: int
+    measure: Measure
+
+    def __post_init__(self) -> None:
+        names = [recipe.name for recipe in self.methods]
+        if len(set(names)) != len(names):
+            raise UsageError(f"a method is named twice: {', '.join(names)}")
+        if self.repeats < 1 or self.answer_tokens < 1:
+            raise UsageError("repeats and answer tokens must be 1 or more")
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The methods, with dense among them: every comparison needs it, and its own noise floor."""
+        if any(recipe.name == DENSE for recipe in self.methods):
+            return self.methods
+        return (recipe_of(DENSE), *self.methods)
+
+
+def questions(task: Task, rows: Sequence[data.Row], spec: Evaluation) -> tuple[list[Question], list[Question]]:
+    """Learn and test questions; rows that the task cannot use are left out before the draw."""
+    usable = [row for i, row in enumerate(rows) if task.question(row, i) is not None]
+    order = {id(row): i for i, row in enumerate(rows)}
+    learn, test = data.split(usable, spec.learn, spec.n, spec.seed)
+    made = [[task.question(row, order[id(row)]) for row in part] for part in (learn, test)]
+    return [q for q in made[0] if q], [q for q in made[1] if q]
+
+
+def digest(recipe: Recipe) -> str:
+    """Short hash of a recipe's hyper-parameters: a method of the same name with others is measured anew."""
+    return hashlib.blake2b(repr(recipe).encode(), digest_size=4).hexdigest()
+
+
+class Runner:
+    """One evaluation on one engine, into one results file."""
+
+    def __init__(self, engine: HFEngine, spec: Evaluation, loaded: data.Loaded, out: Path, step: Step) -> None:
+        if engine.text is None:
+            raise UsageError("this model has no tokenizer: an evaluation needs text")
+        self._engine, self._spec, self._out, self._step = engine, spec, out, step
+        self._script = Script(engine.text, spec.task.agents(), engine.eos_ids)
+        self._learn, self._test = questions(spec.task, loaded.rows, spec)
+        self._loaded = loaded
+        self._writer = Session(engine, recipe_of(DENSE))
+
+    def identity(self) -> Mapping[str, Any]:
+        """What the results are about; a file is only gone on with if this is equal."""
+        spec, model = self._spec, self._engine.identity
+        return {
+            "kind": "eval", "task": spec.task.name, "measure": spec.measure.name, **spec.measure.settings,
+            "data": self._loaded.source, "data_sha256": self._loaded.sha256, "model": model.name,
+            "fingerprint": model.fingerprint, "dtype": str(self._engine.geometry.dtype).removeprefix("torch."),
+            "learn": spec.learn, "seed": spec.seed, "answer_tokens": spec.answer_tokens,
+        }
+
+    def run(self) -> RunFile:
+        """Measure what is not yet in the file; returns the whole of it."""
+        made = {**conditions(str(self._engine.device)), "n": self._spec.n, "repeats": self._spec.repeats,
+                "recipes": {r.name: repr(r) for r in self._spec.recipes()}}
+        with Journal.open(self._out, self.identity(), made) as journal:
+            todo = list(self._todo(journal))
+            if todo:
+                self._measure(journal, todo)
+        self._writer.close()
+        return read(self._out)
+
+    def _todo(self, journal: Journal) -> Iterator[tuple[int, Question, tuple[Recipe, ...]]]:
+        """Questions with the methods still to be measured on them, in an order that turns by one a question."""
+        recipes = self._spec.recipes()
+        for repeat in range(self._spec.repeats):
+            for i, question in enumerate(self._test):
+                turned = recipes[i % len(recipes):] + recipes[:i % len(recipes)]
+                left = tuple(r for r in turned if not self._known(journal, question, r, repeat))
+                if left:
+                    yield repeat, question, left
+
+    def _known(self, journal: Journal, question: Question, recipe: Recipe, repeat: int) -> bool:
+        """Measured already, with the same hyper-parameters."""
+        return journal.done.get((question.id, recipe.name, repeat), {}).get("recipe") == digest(recipe)
+
+    def _measure(self, journal: Journal, todo: list[tuple[int, Question, tuple[Recipe, ...]]]) -> None:
+        methods = {r.name: r for *_, left in todo for r in left}
+        total = len(self._learn) + len(methods) + sum(len(left) for *_, left in todo)
+        lessons: list[Chain] = []
+        for done, question in enumerate(self._learn):
+            self._step(done, total, f"dense answers to learn from ({question.id})")
+            turns = self._answers(journal, question)
+            lessons += [turns] if turns else []
+        casts: dict[str, Session] = {}
+        done = len(self._learn)
+        for recipe in methods.values():
+            self._step(done, total, f"teaching {recipe.name}")
+            file = self._out.with_suffix("") / f"{recipe.name}-{digest(recipe)}.safetensors"
+            casts[recipe.name] = cast(self._engine, recipe, lessons, file)
+            done += 1
+        with Session(self._engine, recipe_of(DENSE), prefix_cache=False) as reference:
+            for repeat, question, left in todo:
+                pairs = [(r, casts[r.name]) for r in left]
+                done = self._question(journal, repeat, question, pairs, reference, done, total)
+        for session in casts.values():
+            session.close()
+
+    def _question(self, journal: Journal, repeat: int, question: Question, left: list[tuple[Recipe, Session]],
+                  reference: Session, done: int, total: int) -> int:
+        self._step(done, total, f"question {question.id}: dense answers")
+        turns = self._answers(journal, question) if self._spec.measure.needs_answers else []
+        if turns is not None:
+            scene = Scene(self._spec.task, self._script, question, turns)
+            self._spec.measure.open(scene, reference)
+            for recipe, session in left:
+                self._step(done, total, f"question {question.id}: {recipe.name}")
+                found = self._spec.measure.measure(scene, session, repeat)
+                journal.append({"question": question.id, "method": recipe.name, "repeat": repeat,
+                                "recipe": digest(recipe), **found})
+                done += 1
+        self._step(done, total, f"question {question.id} done")
+        return done
+
+    def _answers(self, journal: Journal, question: Question) -> Chain | None:
+        """The team's dense answers, from the file if they are there; None if a prompt exceeds the context."""
+        name = f"{ANSWERS}{question.id}"
+        known = journal.done.get((name, DENSE, 0))
+        if known is None:
+            known = {"question": name, "method": DENSE, "repeat": 0, **self._generate(question)}
+            journal.append(known)
+        if known.get("skipped"):
+            return None
+        return self._script.turns(question, {agent: tuple(ids) for agent, ids in known["outputs"].items()})
+
+    def _generate(self, question: Question) -> Record:
+        run = self._writer.start_run()
+        outputs: dict[str, tuple[int, ...]] = {}
+        try:
+            for agent in self._script.agents:
+                limit = min(agent.max_new_tokens or self._spec.answer_tokens, self._spec.answer_tokens)
+                prompt = self._script.prompt(agent, question, outputs)
+                outputs[agent.name] = self._writer.hop(prompt, Generate(limit), run, writes=agent.name).output_ids
+        except PromptTooLong as problem:
+            return {"skipped": str(problem)}
+        return {"outputs": {agent: list(ids) for agent, ids in outputs.items()}}

@@ -1,0 +1,200 @@
+"""`eval` on a tiny random model: complete, resumable, seeded, and its numbers are what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbaton.agents import Agent
+from kvbaton.bench import data
+from kvbaton.bench.chain import divergence, replay
+from kvbaton.bench.measures import Accuracy, Fidelity, nll
+from kvbaton.bench.result import read
+from kvbaton.bench.runner import ANSWERS, Evaluation, Runner
+from kvbaton.bench.script import Script
+from kvbaton.bench.tasks import task
+from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.session import Session
+from kvbaton.errors import InvariantError, UsageError
+from kvbaton.recipes import recipe
+from tiny import build
+from toy_tokenizers import byte_level
+
+ROWS = tuple({"question": f"A box holds {i} eggs and {i} more.", "answer": f"It is {2 * i}. #### {2 * i}"} for i in range(8))
+LOADED = data.Loaded("gsm8k", "toy.jsonl", "0" * 64, ROWS)
+
+
+@cache
+def engine() -> HFEngine:
+    tokenizer = byte_level()
+    return HFEngine(build("llama", vocab_size=len(tokenizer), max_position_embeddings=4096), tokenizer, name="tiny")
+
+
+def spec(methods: tuple[str, ...] = ("full-shared", "epic"), n: int = 2, learn: int = 1, repeats: int = 1,
+         accuracy: bool = False) -> Evaluation:
+    measure = Accuracy(max_new_tokens=5) if accuracy else Fidelity()
+    return Evaluation(task("gsm8k"), tuple(recipe(m) for m in methods), n, learn, 0, repeats, 6, measure)
+
+
+def run(out: Path, evaluation: Evaluation, step=lambda done, total, what: None):  # type: ignore[no-untyped-def]
+    return Runner(engine(), evaluation, LOADED, out, step).run()
+
+
+def plain(records: object) -> str:
+    """Records without their times."""
+    def strip(value: object) -> object:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items() if not k.endswith("_s")}
+        return [strip(v) for v in value] if isinstance(value, list) else value
+    return json.dumps(sorted(json.dumps(strip(r), sort_keys=True) for r in records))  # type: ignore[attr-defined]
+
+
+def test_fidelity_records_are_complete_and_right(tmp_path: Path) -> None:
+    got = run(tmp_path / "run.jsonl", spec())
+    scored = [r for r in got.records if not r["question"].startswith(ANSWERS)]
+    assert {(r["question"], r["method"]) for r in scored} == {
+        (q, m) for q in {r["question"] for r in scored} for m in ("dense", "full-shared", "epic")}
+    assert len(scored) == 6
+    for record in scored:
+        assert [h["agent"] for h in record["hops"]] == ["solver", "analyst", "programmer", "judge"]
+        if record["method"] == "dense":
+            assert all(h["kl"] < 1e-9 and h["agree"] == 1 and h["dense"] for h in record["hops"])
+        else:
+            assert record["hops"][-1]["kl"] > 1e-9
+            assert record["hops"][-1]["reuse"] > 0.05
+            assert record["hops"][-1]["sources"] == 4
+    assert len({r["floor_nll"] for r in scored}) == 2
+    assert len({round(r["gold_nll"], 12) for r in scored}) == 6
+
+
+def test_the_divergence_equals_a_plain_replay(tmp_path: Path) -> None:
+    got = run(tmp_path / "run.jsonl", spec(("full-shared",), n=1, learn=0))
+    records = {(r["question"], r["method"]): r for r in got.records}
+    (name,) = [q for q, _ in records if q.startswith(ANSWERS)]
+    outputs = {a: tuple(ids) for a, ids in records[name, "dense"]["outputs"].items()}
+    gsm = task("gsm8k")
+    assert engine().text is not None
+    script = Script(engine().text, gsm.agents(), engine().eos_ids)
+    index = int(name.removeprefix(ANSWERS))
+    question = gsm.question(ROWS[index], index)
+    assert question is not None
+    turns = script.turns(question, outputs)
+    with Session(engine(), recipe("dense"), prefix_cache=False) as dense, Session(engine(), recipe("full-shared")) as full:
+        truth, reused = replay(dense, turns), replay(full, turns)
+    want = [divergence(t, r) for t, r in zip(truth, reused, strict=True)]
+    assert [h["kl"] for h in records[str(index), "full-shared"]["hops"]] == pytest.approx(want, rel=1e-4, abs=1e-9)
+
+
+def test_a_second_run_measures_nothing_and_more_questions_extend(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    first = run(out, spec())
+    steps: list[str] = []
+    again = run(out, spec(), lambda done, total, what: steps.append(what))
+    assert steps == []
+    assert again.records == first.records
+    longer = run(out, spec(n=3))
+    assert longer.records[:len(first.records)] == first.records
+    assert len({r["question"] for r in longer.records}) == len({r["question"] for r in first.records}) + 2
+
+
+@pytest.mark.parametrize("accuracy", [False, True])
+def test_interrupted_anywhere_gives_the_same_result(tmp_path: Path, accuracy: bool) -> None:
+    evaluation = spec(("graphflow-bare",), n=2, accuracy=accuracy)
+    whole = run(tmp_path / "whole.jsonl", evaluation)
+    calls = 0
+
+    def count(done: int, total: int, what: str) -> None:
+        nonlocal calls
+        calls += 1
+    run(tmp_path / "count.jsonl", evaluation, count)
+    for stop in range(1, calls, 4):
+        out, left = tmp_path / f"{stop}.jsonl", iter(range(stop))
+
+        def interrupt(done: int, total: int, what: str) -> None:
+            if next(left, None) is None:  # noqa: B023  used within the same turn of the loop
+                raise KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            run(out, evaluation, interrupt)
+        assert plain(run(out, evaluation).records) == plain(whole.records)
+
+
+def test_kill_nine_in_the_middle(tmp_path: Path) -> None:
+    """A process of its own is killed after its third record; the same command finishes with the same result."""
+    code = ("import os, sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\nimport test_runner as t\n"
+            "from pathlib import Path\nout = Path(sys.argv[3])\n"
+            "def step(done, total, what):\n"
+            "    if out.exists() and out.read_bytes().count(b'\\n') > 3: os.kill(os.getpid(), 9)\n"
+            "t.run(out, t.spec(), step)\n")
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code, str(here), str(here.parent), str(tmp_path / "a.jsonl")],
+                          capture_output=True, timeout=120, env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, check=False)
+    assert done.returncode == -9, done.stderr
+    assert 0 < len(read(tmp_path / "a.jsonl").records) < 9
+    whole = run(tmp_path / "b.jsonl", spec())
+    assert plain(run(tmp_path / "a.jsonl", spec()).records) == plain(whole.records)
+
+
+def test_accuracy_scores_and_repeats(tmp_path: Path) -> None:
+    got = run(tmp_path / "run.jsonl", spec(repeats=2, accuracy=True))
+    assert len(got.records) == 2 * 2 * 3 + 1
+    scored = [r for r in got.records if not r["question"].startswith(ANSWERS)]
+    assert {r["outcome"] for r in scored} == {"no answer in the stated format"}
+    assert all(r["score"] == 0 and r["choice"] is None for r in scored)
+
+
+def test_a_method_with_other_settings_is_measured_anew(tmp_path: Path) -> None:
+    from kvbaton.overrides import override
+
+    out = tmp_path / "run.jsonl"
+    before = run(out, spec(("epic",), n=1, learn=0))
+    other = Evaluation(task("gsm8k"), (override(recipe("epic"), "selector.rows=1"),), 1, 0, 0, 1, 6, Fidelity())
+    after = run(out, other)
+    kl = [[r["hops"][-1]["kl"] for r in f.records if r["method"] == "epic"] for f in (before, after)]
+    assert kl[0] != kl[1]
+
+
+def test_other_seeds_and_settings_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    run(out, spec(n=1, learn=0))
+    with pytest.raises(UsageError, match="learn was 0, now 1"):
+        run(out, spec(n=1, learn=1))
+    with pytest.raises(UsageError, match="measure was"):
+        run(out, spec(n=1, learn=0, accuracy=True))
+
+
+def test_bad_plans() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        spec(("epic", "epic"))
+    with pytest.raises(UsageError, match="repeats"):
+        spec(repeats=0)
+    with pytest.raises(UsageError, match="at most"):
+        Runner(engine(), spec(n=9), LOADED, Path("x"), lambda d, t, w: None)
+    bare = HFEngine(build("llama"))
+    with pytest.raises(UsageError, match="tokenizer"):
+        Runner(bare, spec(), LOADED, Path("x"), lambda d, t, w: None)
+
+
+def test_an_input_read_once_is_own_text() -> None:
+    gsm = task("gsm8k")
+    question = gsm.question(ROWS[0], 0)
+    assert question is not None
+    assert engine().text is not None
+    alone = Script(engine().text, [Agent("a", prompt="One: {question} two.")], frozenset({2}))
+    shared = Script(engine().text, gsm.agents(), frozenset({2}))
+    one = alone.prompt(alone.agents[0], question, {})
+    assert len(one.segments) == 1
+    assert [s.share for s in shared.prompt(shared.agents[0], question, {}).segments] == [None, "question", None]
+    assert shared.turns(question, {a.name: () for a in shared.agents})[0].answer == (2,)
+
+
+def test_nll_known_value() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
+    assert nll(logits, (0, 0)) == pytest.approx((0.6931 + 1.3863) / 2, abs=1e-4)
+    with pytest.raises(InvariantError):
+        nll(None, (1,))
