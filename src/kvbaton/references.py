@@ -42,6 +42,11 @@ class RunStore:
     def nbytes(self) -> int:
         return sum(kv.nbytes for kv in {id(kv.k): kv for kv in self._held.values()}.values())
 
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of kept hidden states, inside `nbytes`."""
+        return sum(h.nbytes for kv in {id(kv.k): kv for kv in self._held.values()}.values() for _, h in kv.boundary)
+
 
 class Keep(Enum):
     """What a reference wants to be handed after a hop; the engine materialises nothing else."""

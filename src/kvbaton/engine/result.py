@@ -46,6 +46,7 @@ class HopResult:
     Times are seconds since submit; ``ttft_s`` ends when the first token is known, planning, matching, correction,
     isolated encodes and gates included. ``extra_entries``: entries computed beyond the prompt's own rows (isolated
     encodes, query passes), already inside the times. ``rows_per_layer``: reused rows recomputed, layer by layer.
+    ``boundary_bytes``: hidden states kept for methods that enter above layer 0, inside ``held_bytes``.
     ``learn_s``: learning, off the TTFT path. ``moved_bytes``: KV moved, rotated or corrected into this hop's cache.
     ``logits`` ``[m, vocab]`` float32 for a forced answer of m tokens, else None.
     """
@@ -65,6 +66,7 @@ class HopResult:
     rows_per_layer: tuple[int, ...]
     moved_bytes: int
     held_bytes: int
+    boundary_bytes: int
     learned_bytes: int
     learn_s: float
     dense: bool

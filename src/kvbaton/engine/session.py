@@ -202,6 +202,7 @@ class Session:
             plan_s=plan_s, decisions=decisions,
             entries=Entries(reused=reused, corrected=splice.corrected, recomputed=splice.recomputed, cached=cached),
             extra_entries=extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
-            moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, learned_bytes=self.memory.nbytes, learn_s=learn_s,
+            moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, boundary_bytes=run.boundary_bytes,
+            learned_bytes=self.memory.nbytes, learn_s=learn_s,
             dense=plan.dense, logits=answer.logits)
 
