@@ -88,7 +88,11 @@ def _load_entry_points() -> None:
         loaded = point.load()
         if point.name in _FACTORIES:
             raise UsageError(f"entry point {point.value} registers {point.name!r}, which exists already")
-        _FACTORIES[point.name] = (lambda value=loaded: value) if isinstance(loaded, Recipe) else loaded
+        _FACTORIES[point.name] = _constant(loaded) if isinstance(loaded, Recipe) else loaded
+
+
+def _constant(value: Recipe) -> Callable[[], Recipe]:
+    return lambda: value
 
 
 def names() -> tuple[str, ...]:

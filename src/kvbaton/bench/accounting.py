@@ -47,11 +47,12 @@ def account(method: Recipe, runs: Iterable[Sequence[HopResult]]) -> Account:
         raise DataError(f"{method.name!r}: no hop behind a source hop: a run needs two agents that read the same text")
     shared = sum(hop.shared_tokens * hop.layers for hop in later)
     kept = sum(hop.entries.reused + hop.entries.corrected for hop in later)
+    layers = zip(*(hop.rows_per_layer for hop in later), strict=True)
     reasons = Counter(f"{decision.action}: {decision.reason}" for hop in later for decision in hop.decisions)
     return Account(
         hops=len(later), nominal=nominal_reuse(method, later[0].layers), effective=kept / shared if shared else 0.0,
         hop=sum(not hop.dense for hop in later) / len(later),
-        rows_per_layer=tuple(sum(rows) / len(later) for rows in zip(*(hop.rows_per_layer for hop in later), strict=True)),
+        rows_per_layer=tuple(sum(rows) / len(later) for rows in layers),
         extra_entries=sum(hop.extra_entries for run in runs for hop in run),
         moved_bytes=sum(hop.moved_bytes for hop in later) / len(later),
         held_bytes=max(hop.held_bytes for hop in later), boundary_bytes=max(hop.boundary_bytes for hop in later),
