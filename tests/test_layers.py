@@ -17,7 +17,7 @@ LAYERS = {
     "references": 1, "correctors": 1, "selectors": 1, "gates": 1, "memory": 1, "store": 1,
     "recipes": 2, "plan": 2, "overrides": 2,
     "engine": 3,
-    "team": 4, "vllm": 4,
+    "agents": 4, "presets": 4, "team": 4, "teamfile": 4, "teamrun": 4, "vllm": 4,
     "bench": 5, "serve": 5,
     "cli": 6,
 }  # fmt: skip

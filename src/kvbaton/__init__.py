@@ -9,18 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvbaton.agents import Agent
+    from kvbaton.engine.models import load
     from kvbaton.errors import KVBatonError
     from kvbaton.recipes import Recipe, recipe
+    from kvbaton.team import Team
+    from kvbaton.teamfile import TeamSpec, load_team
+    from kvbaton.teamrun import TeamRun
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Agent": "kvbaton.agents",
     "KVBatonError": "kvbaton.errors",
     "Recipe": "kvbaton.recipes",
+    "Team": "kvbaton.team",
+    "TeamRun": "kvbaton.teamrun",
+    "TeamSpec": "kvbaton.teamfile",
+    "load": "kvbaton.engine.models",
+    "load_team": "kvbaton.teamfile",
     "recipe": "kvbaton.recipes",
 }
 
-__all__ = ["KVBatonError", "Recipe", "__version__", "recipe"]
+__all__ = [
+    "Agent", "KVBatonError", "Recipe", "Team", "TeamRun", "TeamSpec", "__version__", "load", "load_team", "recipe",
+]
 
 
 def __getattr__(name: str) -> Any:
