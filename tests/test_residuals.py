@@ -110,9 +110,9 @@ def test_store_round_trip() -> None:
 
 
 @pytest.mark.parametrize("break_it", [
-    lambda t: t.pop("0.seen"), lambda t: t.pop("0.v.at"), lambda t: t["0.k.values"].fill_(float("nan")),
-    lambda t: t.update({"0.k.at": torch.zeros(1, 1, dtype=torch.int32)}), lambda t: t["0.k.at"].fill_(-1),
-    lambda t: t["0.v.at"].fill_(2 * H * D),
+    lambda t: t.pop("t0_seen"), lambda t: t.pop("t0_v_at"), lambda t: t["t0_k_values"].fill_(float("nan")),
+    lambda t: t.update({"t0_k_at": torch.zeros(1, 1, dtype=torch.int32)}), lambda t: t["t0_k_at"].fill_(-1),
+    lambda t: t["t0_v_at"].fill_(2 * H * D),
 ])
 def test_broken_stores_are_refused(break_it: object) -> None:
     tensors = dict(learned(Residuals(1), (1, 2)).to_tensors())

@@ -26,7 +26,7 @@ from kvbaton.recipes import recipe
 from tiny import build
 from toy_tokenizers import byte_level
 
-ROWS = tuple({"question": f"A box holds {i} eggs and {i} more.", "answer": f"It is {2 * i}. #### {2 * i}"} for i in range(8))
+ROWS = tuple({"question": f"A box holds {i} eggs and {i} more.", "answer": f"So #### {2 * i}"} for i in range(8))
 LOADED = data.Loaded("gsm8k", "toy.jsonl", "0" * 64, ROWS)
 
 
@@ -85,7 +85,8 @@ def test_the_divergence_equals_a_plain_replay(tmp_path: Path) -> None:
     question = gsm.question(ROWS[index], index)
     assert question is not None
     turns = script.turns(question, outputs)
-    with Session(engine(), recipe("dense"), prefix_cache=False) as dense, Session(engine(), recipe("full-shared")) as full:
+    exact = Session(engine(), recipe("dense"), prefix_cache=False)
+    with exact as dense, Session(engine(), recipe("full-shared")) as full:
         truth, reused = replay(dense, turns), replay(full, turns)
     want = [divergence(t, r) for t, r in zip(truth, reused, strict=True)]
     assert [h["kl"] for h in records[str(index), "full-shared"]["hops"]] == pytest.approx(want, rel=1e-4, abs=1e-9)
@@ -133,7 +134,7 @@ def test_kill_nine_in_the_middle(tmp_path: Path) -> None:
             "t.run(out, t.spec(), step)\n")
     here = Path(__file__).parent
     done = subprocess.run([sys.executable, "-c", code, str(here), str(here.parent), str(tmp_path / "a.jsonl")],
-                          capture_output=True, timeout=120, env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, check=False)
+                          capture_output=True, timeout=120, check=False)
     assert done.returncode == -9, done.stderr
     assert 0 < len(read(tmp_path / "a.jsonl").records) < 9
     whole = run(tmp_path / "b.jsonl", spec())

@@ -15,7 +15,8 @@ from kvbaton.bench.tasks.mmlu import LETTER
 from kvbaton.errors import DataError, UnknownName
 
 PARAGRAPHS = [{"title": f"T{i}", "text": f"Text number {i}."} for i in range(10)]
-ADD = {"task_id": "HumanEval/0", "prompt": "import math\n\ndef add(a, b):\n    \"\"\"Adds.\"\"\"\n", "entry_point": "add",
+ADD = {"task_id": "HumanEval/0", "entry_point": "add",
+       "prompt": "import math\n\ndef add(a, b):\n    \"\"\"Adds.\"\"\"\n",
        "test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(0, math.floor(1.5)) == 1\n",
        "canonical_solution": "    return a + b\n"}
 ROWS = {
@@ -27,7 +28,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("text", "number"), [
-    ("Final answer: 18", "18"), ("work\nFinal answer: $1,018.50\n", "1,018.50"), ("**Final answer:** 18 dollars.", "18"),
+    ("Final answer: 18", "18"), ("work\nFinal answer: $1,018.50\n", "1,018.50"),
+    ("**Final answer:** 18 dollars.", "18"),
     ("Final answer: 3\nno\nFinal answer: -4", "-4"), ("**Final answer: 18**", "18"),
     ("The final answer is 18", None), ("18", None), ("Final answer: eighteen", None), ("Final answer: 18 or 19", None),
     ("I said Final answer: 18 before", None), ("", None), ("Final answer:", None), ("Final answer: 1 2", None),
@@ -75,7 +77,7 @@ def test_word_f1_known_values() -> None:
 
 @pytest.mark.parametrize(("text", "outcome"), [
     ("```python\ndef add(a, b):\n    return a + b\n```", "passed"),
-    ("First\n```python\ndef add(a, b):\n    return 0\n```\nbetter\n```py\ndef add(a, b):\n    return a + b\n```", "passed"),
+    ("First\n```python\ndef add(a, b):\n    return 0\n```\nno\n```py\ndef add(a, b):\n    return a + b\n```", "passed"),
     ("```python\ndef add(a, b):\n    return a - b\n```", "failed"),
     ("```python\ndef other(a, b):\n    return a + b\n```", "failed"),
     ("```python\ndef add(a, b):\n    while True: pass\n```", "timeout"),

@@ -68,19 +68,19 @@ class ResidualState:
     def to_tensors(self) -> Mapping[str, Tensor]:
         out = {}
         for i, (ids, count) in enumerate(self.seen.items()):
-            out[f"{i}.ids"], out[f"{i}.seen"] = torch.tensor(ids), torch.tensor(count)
+            out[f"t{i}_ids"], out[f"t{i}_seen"] = torch.tensor(ids), torch.tensor(count)
             for side, part in zip("kv", self.held.get(ids, ()), strict=False):
-                out[f"{i}.{side}.values"], out[f"{i}.{side}.at"] = part.values, part.at
+                out[f"t{i}_{side}_values"], out[f"t{i}_{side}_at"] = part.values, part.at
         return out
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        texts = sum(name.endswith(".ids") for name in tensors)
+        texts = sum(name.endswith("_ids") for name in tensors)
         try:
             for i in range(texts):
-                ids = tuple(tensors[f"{i}.ids"].tolist())
-                self.seen[ids] = int(tensors[f"{i}.seen"])
-                if f"{i}.k.values" in tensors:
-                    k, v = (Sparse(tensors[f"{i}.{side}.values"], tensors[f"{i}.{side}.at"]) for side in "kv")
+                ids = tuple(tensors[f"t{i}_ids"].tolist())
+                self.seen[ids] = int(tensors[f"t{i}_seen"])
+                if f"t{i}_k_values" in tensors:
+                    k, v = (Sparse(tensors[f"t{i}_{side}_values"], tensors[f"t{i}_{side}_at"]) for side in "kv")
                     self.held[ids] = k, v
             self.check()
         except (KeyError, TypeError, ValueError, InvariantError) as error:
