@@ -120,8 +120,8 @@ def team_schema() -> dict[str, Any]:
 
 
 def _parse(text: str, name: str) -> tuple[yaml.Node, Any]:
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise TeamError(f"{name}: a team file is a mapping with the key 'agents'")
@@ -131,22 +131,23 @@ def _parse(text: str, name: str) -> tuple[yaml.Node, Any]:
         raise TeamError(f"{name}{line}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise TeamError(f"{name}: not YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
-def _repeated_keys(node: yaml.Node) -> Iterator[tuple[int, str]]:
+def _repeated_keys(root: yaml.Node) -> Iterator[tuple[int, str]]:
     """Line and name of every key that stands twice in one mapping: YAML itself would drop the first."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                yield key.start_mark.line + 1, key.value
-            seen.add(key.value)
-            yield from _repeated_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _repeated_keys(item)
+    nodes, visited = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in visited or not isinstance(node, yaml.CollectionNode):  # an alias may lead back
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+            continue
+        keys = [key.value for key, _ in node.value]
+        yield from ((key.start_mark.line + 1, key.value) for i, (key, _) in enumerate(node.value)
+                    if key.value in keys[:i])
+        nodes += [value for _, value in node.value]
 
 
 def _explain(problem: Any, node: yaml.Node, name: str) -> str:
