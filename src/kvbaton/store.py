@@ -31,7 +31,7 @@ from kvbaton.prompt import Edge
 
 FORMAT = 1
 _KEY = "kvbaton"
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _LONGEST_NAME = 400
 
 
