@@ -28,6 +28,7 @@ from kvbaton.memory import ModelIdentity
 from kvbaton.rope import Rope
 
 _ATTENTION = "kvbaton"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Watch:
@@ -111,6 +112,10 @@ class HFEngine:
         if base is None or not all(hasattr(base, part) for part in ("layers", "norm", "rotary_emb")):
             raise Unsupported(f"{type(model).__name__} has no model.layers, model.norm and model.rotary_emb")
         config = model.config.get_text_config()
+        dtype = model.get_input_embeddings().weight.dtype
+        if dtype not in _DTYPES:
+            raise Unsupported(f"{type(model).__name__} is in {str(dtype).removeprefix('torch.')}: KV is moved and "
+                              "corrected in float32, bfloat16 or float16 only")
         self.model = model.eval()
         self.layers = list(base.layers)
         self._embed, self._norm, self._head = model.get_input_embeddings(), base.norm, model.get_output_embeddings()
