@@ -19,6 +19,7 @@ from kvbaton.errors import PromptTooLong, TeamError, UnknownName, Unsupported, U
 from kvbaton.recipes import Recipe, recipe
 from kvbaton.references import Isolated, Origin
 from kvbaton.team import Agent, Team, replay
+from kvbaton.teamfile import parse_team
 from tiny import build
 from toy_tokenizers import byte_level
 
@@ -206,6 +207,13 @@ def test_bad_inputs(inputs, words):
         trio.run(inputs)
 
 
+def test_an_input_of_characters_that_the_model_does_not_know(monkeypatch):
+    with team() as trio:
+        monkeypatch.setattr(trio.text, "encode", lambda text: ())
+        with pytest.raises(TeamError, match="no character that this model knows"):
+            trio.run(question="\x16")
+
+
 def test_a_misspelt_agent_becomes_a_missing_input_with_the_hint():
     with team([SOLVER, Agent("judge", "{solvr}")]) as pair, pytest.raises(TeamError, match="is 'solver' meant"):
         pair.run(question=QUESTION)
@@ -281,3 +289,25 @@ def test_replaying_a_run_in_which_someone_said_nothing():
         first, second = replay(run, session)
     assert first.logits is None
     assert second.logits.shape[0] == len(run["critic"].hop.output_ids)
+
+
+def test_a_team_file_becomes_a_team():
+    spec = parse_team("""
+        method: full-shared
+        max_new_tokens: 3
+        sampling: {temperature: 2.0, seed: 5}
+        inputs: {question: "How many eggs?"}
+        agents:
+          - {name: solver, prompt: "{question}"}
+          - {name: judge, prompt: "{question}\\n{solver}", max_new_tokens: 2}
+    """)
+    with spec.build(engine=engine()) as by_file:
+        run = by_file.run(spec.fill({}))
+    assert run.method == "full-shared"
+    assert [len(turn.hop.output_ids) for turn in run] == [3, 2]
+    agents = [Agent("solver", "{question}"), Agent("judge", "{question}\n{solver}", max_new_tokens=2)]
+    with team(agents, max_new_tokens=3, sampler=Sampled(temperature=2.0, seed=5)) as by_hand:
+        assert answers(run) == answers(by_hand.run(question="How many eggs?"))
+    with spec.build(engine=engine(), method="dense") as other, Session(engine(), recipe("dense")) as session:
+        assert other.run(spec.fill({})).method == "dense"
+        assert spec.build(session=session).session is session

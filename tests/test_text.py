@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbaton.engine.text import TextCodec
 from kvbaton.errors import TeamError, Unsupported, UsageError
 from kvbaton.templates import Template
-from toy_tokenizers import CHATML, GEMMA, KINDS, MISTRAL, TRIMMED, byte_level, sentencepiece
+from toy_tokenizers import CHATML, GEMMA, KINDS, MISTRAL, TRIMMED, byte_level, sentencepiece, wrap
 
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 CODECS = {kind: TextCodec(make()) for kind, make in KINDS.items()}
@@ -186,6 +186,13 @@ def test_an_empty_system_message_that_is_refused_leaves_no_gap():
 def test_a_chat_template_that_loses_the_text_is_refused(template, words):
     with pytest.raises(Unsupported, match=words):
         prompt(TextCodec(byte_level(template)), "Hello", "You are")
+
+
+def test_several_chat_templates_and_no_default():
+    tokenizer = byte_level()
+    several = TextCodec(wrap(tokenizer.backend_tokenizer, {"tool_use": CHATML, "rag": CHATML}))
+    with pytest.raises(Unsupported, match="no default"):
+        prompt(several, "Hello")
 
 
 def test_a_chat_template_that_repeats_a_message_repeats_its_segments():

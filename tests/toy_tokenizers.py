@@ -33,7 +33,7 @@ GEMMA = (
 DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] == 'user' %}")
 
 
-def wrap(tokenizer: Tokenizer, template: str | None, **special: str) -> PreTrainedTokenizerFast:
+def wrap(tokenizer: Tokenizer, template: str | dict[str, str] | None, **special: str) -> PreTrainedTokenizerFast:
     out = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     out.chat_template = template
     return out

@@ -114,7 +114,10 @@ class Team:
                 raise TeamError(f"the input {name!r} must be text, not {type(text).__name__}")
             if not text.strip():
                 raise TeamError(f"the input {name!r} is empty")
-        return {name: self.text.encode(text) for name, text in texts.items()}
+        ids = {name: self.text.encode(text) for name, text in texts.items()}
+        if unknown := [name for name in ids if not ids[name]]:
+            raise TeamError(f"the input {unknown[0]!r} has no character that this model knows")
+        return ids
 
     def _stop_ids(self, agent: Agent) -> frozenset[int]:
         return frozenset(self._stop_id(agent, text) for text in agent.stop)

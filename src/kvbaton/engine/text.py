@@ -106,7 +106,7 @@ class TextCodec:
             chat.append({"role": role, "content": content})
         try:
             rendered = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise _Refused(str(error)) from error
         found = _MARK.split(str(rendered))
         lost = sorted(set(range(len(pieces))) - {int(i) for i in found[1::2]})
