@@ -11,9 +11,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from kvbaton.bench.chain import Chain, divergence, replay
+from kvbaton.bench.chain import Chain, dense_chain, divergence, replay
+from kvbaton.bench.data import Row
+from kvbaton.bench.script import Script
+from kvbaton.bench.tasks.base import Task
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
 from kvbaton.errors import DataError, UsageError
@@ -45,7 +49,7 @@ class Profile:
 
     def best(self, budget: float) -> Scored:
         """The best block of at most ``budget`` of the layers, at least one layer wide."""
-        width = max(1, int(budget * self.layers + 0.5))
+        width = width_of(budget, self.layers)
         fitting = [block for block in self.blocks if block.width <= width]
         if not fitting:
             raise UsageError(f"no scored block is {width} layers wide or narrower: profile that width first")
@@ -77,6 +81,11 @@ class Profile:
             raise DataError(f"{path} is no profile: {error}") from error
 
 
+def width_of(budget: float, layers: int) -> int:
+    """Layers that a budget pays for: rounded, at least one."""
+    return max(1, int(budget * layers + 0.5))
+
+
 def blocks_of(layers: int, widths: Iterable[int]) -> list[LayerBlock]:
     """Every block of the given widths. A block starts at layer 1 or above: layer 0 is exact after moving."""
     return [LayerBlock(first, first + width - 1)
@@ -89,6 +98,22 @@ def search(model: str, layers: int, widths: Iterable[int], left: Callable[[Layer
     if not scored:
         raise UsageError(f"no block of widths {sorted(set(widths))} fits above layer 0 of a model of {layers} layers")
     return Profile(model, layers, left(None), scored)
+
+
+def calibration(engine: HFEngine, task: Task, rows: Sequence[Row], answer_tokens: int,
+                progress: Callable[[int], None] = lambda done: None) -> list[Chain]:
+    """Chains of dense answers to a task's questions. Raises UsageError if the model has no tokenizer."""
+    if engine.text is None:
+        raise UsageError("this model has no tokenizer: calibration prompts are text")
+    script = Script(engine.text, task.agents(), engine.eos_ids)
+    chains: list[Chain] = []
+    for index, row in enumerate(rows):
+        question = task.question(row, index)
+        if question is not None:
+            readers = [(partial(script.prompt, agent, question), agent.name) for agent in script.agents]
+            chains.append(dense_chain(engine, readers, answer_tokens))
+        progress(index + 1)
+    return chains
 
 
 def profile_droidspeak(engine: HFEngine, chains: Sequence[Chain], widths: Iterable[int],
