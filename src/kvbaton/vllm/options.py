@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from kvbaton.errors import UnknownName, Unsupported, UsageError
 from kvbaton.overrides import override_all
 from kvbaton.prompt import Span
@@ -59,6 +61,11 @@ def _unfit(made: Recipe) -> str | None:
         return "private text is always computed, under the exact mask"
     if made.selector.needs or made.selector.entry is not None:
         return "its selector looks into layers of the forward pass"
+    rows = torch.arange(40)
+    try:
+        leading_rows(made, ReusedRows(rows + 7, rows, torch.zeros_like(rows), layers=4))
+    except Unsupported as error:
+        return str(error)
     return None
 
 

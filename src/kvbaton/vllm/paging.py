@@ -43,16 +43,13 @@ class PageCodec:
     def learn(cls, write: Writer, cache: Tensor) -> PageCodec:
         """Learn the packing of ``cache`` ``[blocks, H, block_size, 2D]``; the cache itself is not touched.
 
-        Raises Unsupported if the writer changes values (a quantised cache), or packs more than K and V into a page.
+        Raises Unsupported if the writer changes values (a quantised cache), or does not keep all of them.
         """
         if cache.ndim != 4 or cache.shape[-1] % 2:
             raise Unsupported(f"KV cache of shape {tuple(cache.shape)}: not [blocks, heads, block size, 2 x head dim]")
         _, heads, size, width = cache.shape
         dim = width // 2
-        places = [_learn_part(write, cache, which, heads, size, dim) for which in ("k", "v")]
-        if len({int(p) for place in places for p in place.flatten()}) != 2 * size * dim:
-            raise Unsupported("the attention backend keeps keys and values in overlapping places of a page")
-        return cls(*places)
+        return cls(*(_learn_part(write, cache, which, heads, size, dim) for which in ("k", "v")))
 
     @property
     def block_size(self) -> int:
