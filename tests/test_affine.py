@@ -216,7 +216,8 @@ def test_saved_and_loaded_gives_an_equal_state() -> None:
     assert not rule.can_correct(fresh, source)
 
 
-@pytest.mark.parametrize("name", ["sums.gram", "sums.centre", "map.up", "map.down", "texts.count", "record"])
+@pytest.mark.parametrize("name", ["sums.gram", "sums.centre", "map.up", "map.down", "lens.whiten", "texts.count",
+                                  "record"])
 @pytest.mark.parametrize("harm", ["missing", "shape", "nan"])
 def test_a_broken_store_is_refused(name: str, harm: str) -> None:
     rule = Affine(rank=3)
@@ -270,11 +271,23 @@ def test_texts_are_counted_once_and_shrink_the_offset() -> None:
 def test_out_of_sample_error_is_measured_before_learning() -> None:
     rule = Affine(ridge_tokens=1.0, rank=None)
     state = learned(rule, [kv_pair(0, tokens=200)])
-    assert state.record.ratio == pytest.approx(1.0)  # nothing was known when the first text came
+    assert state.record.ratio is None  # nothing was known when the first text came
     for seed in range(1, 12):
         rule.learn(state, *kv_pair(seed, tokens=200))
     assert state.record.ratio is not None
     assert state.record.ratio < 0.5
+
+
+def test_novelty_is_one_for_the_like_and_large_for_the_unlike() -> None:
+    rule = Affine(ridge_tokens=1.0)
+    state = learned(rule, [kv_pair(seed, tokens=300) for seed in range(5)])
+    like, _ = kv_pair(70, tokens=300)
+    assert state.novelty(like) == pytest.approx(1.0, abs=0.1)
+    foreign = state.novelty(replace(like, v=2 * like.v + 1))
+    assert foreign is not None
+    assert foreign > 2
+    assert rule.new_state(GEOMETRY).novelty(like) is None
+    assert state.novelty(like.rows(0, 1)) is not None
 
 
 def test_a_segment_of_lead_rows_alone_teaches_nothing() -> None:
@@ -297,7 +310,8 @@ def test_bytes_are_the_formula() -> None:
     assert (llama.blocks.layers * llama.blocks.count, llama.blocks.features) == (31 * 8, 256)
     state = learned(Affine(rank=2), [kv_pair(0)])
     features, heads = 2 * D, (L - 1) * H
-    assert state.hot_nbytes == 4 * heads * features * (2 * 2 + 2)
+    lens = 4 * H * (features + features**2)
+    assert state.hot_nbytes == 4 * heads * features * (2 * 2 + 2) + lens
     assert state.sums is not None
     assert state.sums.nbytes == 4 * heads * (1 + 3 * features + 2 * features**2)
     assert state.nbytes == state.hot_nbytes + state.sums.nbytes + 8

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvbaton.correctors.affine_state import AffineState, row_decay
+from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
-from kvbaton.correctors.blocks import Blocks, Heads, Inputs
+from kvbaton.correctors.blocks import Blocks, Heads, Inputs, row_decay
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -70,7 +70,7 @@ class Affine:
             k, v = source.k[at], source.v[at]
             if at == 0:
                 return k, v
-            dk, dv = blocks.unpack(found.offset(state.rows(at), blocks.pack(k, v), g))
+            dk, dv = blocks.unpack(found.offset(blocks.rows(at), blocks.pack(k, v), g))
             return k + dk, v + dv
 
         return layer

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.blocks import Blocks
+from kvbaton.correctors.blocks import Blocks, row_decay
 from kvbaton.correctors.fit import FittedMap, fit
+from kvbaton.correctors.lens import Lens
 from kvbaton.correctors.record import Record
 from kvbaton.correctors.sums import Sums
 from kvbaton.correctors.texts import Texts
@@ -24,17 +25,6 @@ REFITS = frozenset({1, 2, 3, 5, 8, 12, 20, 30})
 """Dense hops after which the map is solved anew; then after every 50."""
 
 
-def row_decay(start: int, rows: range, power: float, like: Tensor) -> Tensor:
-    """g = (P / (P + t))^power ``[T, 1]`` for the rows t of a segment at position P = ``start``, typed as ``like``.
-
-    The influence of a prefix on a row falls with the share of attention that it still gets. A segment without a
-    prefix counts as one behind a single token.
-    """
-    prefix = max(start, 1)
-    t = torch.arange(rows.start, rows.stop, device=like.device, dtype=torch.float32)
-    return (prefix / (prefix + t)).pow(power).to(like.dtype)[:, None]
-
-
 @dataclass
 class AffineState:
     """``sums`` (cold, float32: solved from), ``map`` (hot, in the KV's dtype: applied), ``record`` (read by gates).
@@ -46,6 +36,7 @@ class AffineState:
     blocks: Blocks
     sums: Sums | None = None
     map: FittedMap | None = None
+    lens: Lens | None = None
     seen: Texts = field(default_factory=Texts)
     record: Record = field(default_factory=Record)
 
@@ -56,15 +47,11 @@ class AffineState:
     @property
     def hot_nbytes(self) -> int:
         """Bytes that a reuse hop reads."""
-        return 0 if self.map is None else self.map.nbytes
+        return (self.map.nbytes if self.map else 0) + (self.lens.nbytes if self.lens else 0)
 
     @property
     def nbytes(self) -> int:
         return self.hot_nbytes + self.seen.nbytes + (0 if self.sums is None else self.sums.nbytes)
-
-    def rows(self, layer: int) -> slice:
-        """Where the blocks of ``layer`` (1 and up) lie in sums and map."""
-        return slice((layer - 1) * self.blocks.count, layer * self.blocks.count)
 
     def map_on(self, device: torch.device) -> FittedMap:
         """The map on ``device``, moved there once. Call only where there is one."""
@@ -73,6 +60,14 @@ class AffineState:
         if self.map.mean.device != device:
             self.map = self.map.to(device)
         return self.map
+
+    def novelty(self, source: KV) -> float | None:
+        """How unlike what was learned a text is, 1 or a little more for its like; None: nothing learned."""
+        if self.lens is None:
+            return None
+        if self.lens.mean.device != source.k.device:
+            self.lens = self.lens.to(source.k.device)
+        return self.lens.novelty(source, self.blocks)
 
     def learn(self, source: KV, target: KV) -> None:
         """Measure the present map on this text, add the text to the sums, solve anew when it is due."""
@@ -83,7 +78,8 @@ class AffineState:
         source, target = source.rows(rows.start, rows.stop), target.rows(rows.start, rows.stop)
         first = self.sums is None
         sums = self.sums or Sums.zeros(self.blocks.layers * self.blocks.count, self.blocks.features, source.k.device)
-        sums.scale(self.rule.forget)
+        if self.rule.forget < 1:
+            sums.scale(self.rule.forget)
         g = row_decay(start, rows, self.rule.decay, source.k)
         error = offset = 0.0
         for layer in range(1, geometry.layers):
@@ -91,16 +87,17 @@ class AffineState:
             dy = self.blocks.pack(target.k[layer].float() - source.k[layer].float(),
                                   target.v[layer].float() - source.v[layer].float())
             if first:
-                sums.centre[self.rows(layer)] = x.float().mean(-2)
-            sums.add(self.rows(layer), x.float(), dy, g.float())
+                sums.centre[self.blocks.rows(layer)] = x.float().mean(-2)
+            sums.add(self.blocks.rows(layer), x.float(), dy, g.float())
             size = target.v[layer].float().square().sum().clamp(min=1e-30)
             offset += float(self._value_energy(dy) / size)
             if self.map is not None:
-                dy -= self.map_on(x.device).offset(self.rows(layer), x, g).float()
-            error += float(self._value_energy(dy) / size)
+                dy -= self.map_on(x.device).offset(self.blocks.rows(layer), x, g).float()
+                error += float(self._value_energy(dy) / size)
+        layers = self.blocks.layers
+        self.record.learned_from(offset / layers, error / layers if self.map else None, self.novelty(source))
         self.sums = sums
         self.seen.add(source.token_ids, self.rule.forget)
-        self.record.learned_from(error / self.blocks.layers, offset / self.blocks.layers, None)
         if self.record.learned in REFITS or self.record.learned % 50 == 0:
             self.solve()
 
@@ -113,6 +110,7 @@ class AffineState:
             self.map = fit(self.sums, self.rule.rank, self.rule.ridge_tokens,
                            self.seen.effective / (self.seen.effective + self.rule.offset_prior),
                            self.blocks.geometry.dtype)
+            self.lens = Lens.of(self.sums, self.blocks, self.rule.ridge_tokens)
 
     def merge(self, other: AffineState) -> None:
         """Take in another worker's sums on the same edge; both must follow the same rule."""
@@ -129,17 +127,18 @@ class AffineState:
 
     def to_tensors(self) -> Mapping[str, Tensor]:
         tensors = {**self.seen.to_tensors(), **self.record.to_tensors()}
-        if self.sums is not None and self.map is not None:
-            tensors |= self.sums.to_tensors() | self.map.to_tensors()
+        for part in (self.sums, self.map, self.lens):
+            tensors |= part.to_tensors() if part is not None else {}
         return tensors
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         seen, record = Texts.from_tensors(tensors), Record.from_tensors(tensors)
         if seen.count:
             blocks, features = self.blocks.layers * self.blocks.count, self.blocks.features
-            sums = Sums.from_tensors(tensors, blocks, features)
-            self.map = FittedMap.from_tensors(tensors, blocks, features, self.rule.rank, self.blocks.geometry.dtype)
-            self.sums = sums
+            dtype = self.blocks.geometry.dtype
+            self.sums = Sums.from_tensors(tensors, blocks, features)
+            self.map = FittedMap.from_tensors(tensors, blocks, features, self.rule.rank, dtype)
+            self.lens = Lens.from_tensors(tensors, self.blocks)
         self.seen, self.record = seen, record
 
     def check(self) -> None:

@@ -58,3 +58,18 @@ class Blocks:
             x = x.view(*x.shape[:-1], self.geometry.kv_heads, -1).movedim(-2, -3).flatten(-4, -3)
         k, v = x.chunk(2, dim=-1 if self.inputs == "joint-kv" else -3)
         return k, v
+
+    def rows(self, layer: int) -> slice:
+        """Where the blocks of ``layer`` (1 and up) lie in a tensor of all layers' blocks."""
+        return slice((layer - 1) * self.count, layer * self.count)
+
+
+def row_decay(start: int, rows: range, power: float, like: Tensor) -> Tensor:
+    """g = (P / (P + t))^power ``[T, 1]`` for the rows t of a segment at position P = ``start``, typed as ``like``.
+
+    The influence of a prefix on a row falls with the share of attention that it still gets. A segment without a
+    prefix counts as one behind a single token.
+    """
+    prefix = max(start, 1)
+    t = torch.arange(rows.start, rows.stop, device=like.device, dtype=torch.float32)
+    return (prefix / (prefix + t)).pow(power).to(like.dtype)[:, None]

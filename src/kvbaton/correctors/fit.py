@@ -71,7 +71,7 @@ class FittedMap:
         return cls(parts["mean"], parts["shift"], parts.get("down"), parts["up"])
 
 
-def covariance(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tensor]:
+def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tensor]:
     """Scale s ``[N, F]``, correlation R and its ridged Cholesky factor ``[N, F, F]``, float64."""
     weight = sums.weight.double().clamp(min=1e-12)
     mean = sums.inputs.double() / weight[:, None]
@@ -88,12 +88,12 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     """Solve for the map of every block, in float64. ``dtype`` is that of the KV it will be applied to."""
     weight = sums.weight.double().clamp(min=1e-12)[:, None]
     mean_x, mean_y = sums.inputs.double() / weight, sums.targets.double() / weight
-    mean = (mean_x + sums.centre.double()).to(dtype)
+    mean = sums.mean().to(dtype)
     shift = shrink * mean_y
     if rank == 0:
         empty = mean.new_zeros(*mean.shape, 0)
         return FittedMap(mean, shift.to(dtype), empty, empty.mT)
-    scale, correlation, factor = covariance(sums, ridge_tokens)
+    scale, correlation, factor = correlations(sums, ridge_tokens)
     cross = sums.cross.double() / weight[..., None] - mean_x[:, :, None] * mean_y[:, None, :]
     slopes = torch.cholesky_solve(cross / scale[..., None], factor)
     down, up = None, slopes / scale[..., None]
@@ -102,6 +102,6 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
         basis = torch.linalg.eigh(explained).eigenvectors[..., -rank:]
         down, up = up @ basis, basis.mT
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
-    missing = (mean.double() - mean_x - sums.centre.double())[:, None]
+    missing = (mean.double() - sums.mean())[:, None]
     shift = shift + (missing @ up if down is None else missing @ down @ up)[:, 0]
     return FittedMap(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype).contiguous())

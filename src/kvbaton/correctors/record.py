@@ -60,12 +60,13 @@ class Record:
     divergence: Fading = field(default_factory=Fading)
     audited: Fading = field(default_factory=Fading)
 
-    def learned_from(self, error: float, offset: float, novelty: float | None) -> None:
-        """A dense hop of this error was learned from; ``novelty`` None where nothing was there to compare it with."""
+    def learned_from(self, offset: float, error: float | None, novelty: float | None) -> None:
+        """A dense hop was learned from; ``error`` and ``novelty`` are None where there was no map yet."""
         self.learned += 1
-        self.latest = error
-        self.error.add(error)
-        self.offset.add(offset)
+        self.latest = offset if error is None else error
+        if error is not None:
+            self.error.add(error)
+            self.offset.add(offset)
         if novelty is not None:
             self.level.add(novelty)
 
@@ -91,11 +92,11 @@ class Record:
         Measured divergence per measured error, times the present error, and raised by 1 / sqrt(audits): the few
         first values of a skewed quantity are not trusted as they stand.
         """
-        if not self.audits or self.error.mean is None:
+        mean, error = self.divergence.mean, self.error.mean
+        if mean is None:
             return None
-        mean = self.divergence.mean or 0.0
-        if self.audited.total > 0:
-            mean = self.divergence.total / self.audited.total * self.error.mean
+        if error is not None and self.audited.total > 0:
+            mean = self.divergence.total / self.audited.total * error
         return mean * (1.0 + 1.0 / math.sqrt(self.audits))
 
     def merge(self, other: Record) -> None:

@@ -59,6 +59,14 @@ class Sums:
         self.gram[blocks] += gx.mT @ gx
         self.cross[blocks] += gx.mT @ offset
 
+    def mean(self) -> Tensor:
+        """Weighted mean of the inputs ``[N, F]``, float64."""
+        return self.centre.double() + self.inputs.double() / self.weight.double().clamp(min=1e-12)[:, None]
+
+    def part(self, blocks: slice) -> Sums:
+        """The sums of some blocks, as views."""
+        return Sums(*(tensor[blocks] for tensor in self._tensors()))
+
     def scale(self, factor: float) -> None:
         """Let everything learned so far count ``factor`` times."""
         for tensor in (self.weight, self.inputs, self.targets, self.gram, self.cross):

@@ -1,0 +1,82 @@
+"""Lens: how unlike an edge's texts a new text is. One layer, a few blocks and rows: enough to tell a foreign topic.
+
+The mean leverage of a text's rows, x^T (correlation + ridge)^-1 x of standardised x, over the value it has for the
+rows already learned. Unseen texts of the same kind are a little above 1, texts of another kind 1.2 to 2.2 times
+theirs (docs/decisions/0002-residual-gate.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbaton.correctors.blocks import Blocks
+from kvbaton.correctors.fit import correlations
+from kvbaton.correctors.sums import Sums
+from kvbaton.errors import StoreError
+from kvbaton.kv import KV
+
+BLOCKS = 4
+"""Blocks of the watched layer that are looked at."""
+ROWS = 64
+"""Rows of a text that are looked at, spread over it; its first four, which are of another kind, are left out."""
+
+
+def watched_layer(blocks: Blocks) -> int:
+    """Three quarters up, but not layer 0."""
+    return max(1, 3 * blocks.geometry.layers // 4)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """``mean`` ``[B, F]`` of the rows learned, ``whiten`` ``[B, F, F]``; in the KV's dtype; read-only."""
+
+    mean: Tensor
+    whiten: Tensor
+
+    @classmethod
+    def of(cls, sums: Sums, blocks: Blocks, ridge_tokens: float) -> Lens:
+        """From what was learned about the watched blocks."""
+        first = blocks.rows(watched_layer(blocks)).start
+        some = sums.part(slice(first, first + min(BLOCKS, blocks.count)))
+        scale, correlation, factor = correlations(some, ridge_tokens)
+        eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
+        whiten = torch.linalg.solve_triangular(factor, eye, upper=False).mT
+        usual = (correlation @ whiten).mul(whiten).sum((-2, -1)).clamp(min=1e-12)
+        whiten = whiten / scale[..., None] / usual.sqrt()[:, None, None]
+        dtype = blocks.geometry.dtype
+        return cls(some.mean().to(dtype), whiten.to(dtype).contiguous())
+
+    def novelty(self, source: KV, blocks: Blocks) -> float:
+        """Mean leverage of the rows of ``source`` over its mean for the rows learned."""
+        layer, tokens = watched_layer(blocks), len(source)
+        first = min(4, tokens - 1)
+        rows = torch.linspace(first, tokens - 1, min(ROWS, tokens - first), device=source.k.device).round().long()
+        x = blocks.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
+        white = (x - self.mean[:, None]) @ self.whiten
+        return float(white.float().square().sum(-1).mean())
+
+    def to(self, device: torch.device) -> Lens:
+        return Lens(self.mean.to(device), self.whiten.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.mean.nbytes + self.whiten.nbytes
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        return {"lens.mean": self.mean, "lens.whiten": self.whiten}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: Blocks) -> Lens:
+        """Raises StoreError where a part is missing, of another shape or type, or not finite."""
+        parts, dtype = [], blocks.geometry.dtype
+        vector = (min(BLOCKS, blocks.count), blocks.features)
+        for name, shape in (("mean", vector), ("whiten", (*vector, blocks.features))):
+            found = tensors.get(f"lens.{name}")
+            if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
+                raise StoreError(f"affine state: lens.{name} must be finite {dtype} of shape {shape}")
+            parts.append(found.clone())
+        return cls(*parts)
