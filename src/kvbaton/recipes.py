@@ -12,10 +12,11 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 
+from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.base import Corrector, NoCorrection
 from kvbaton.correctors.residuals import Residuals
 from kvbaton.errors import UnknownName, UsageError
-from kvbaton.gates import Always, ExactKey, Gate, Never
+from kvbaton.gates import Always, ExactKey, Gate, Never, Residual
 from kvbaton.references import Chained, Isolated, Nothing, Origin, Reference
 from kvbaton.selectors.attention import QueryAttention
 from kvbaton.selectors.base import AllRows, NoRows, Selector
@@ -32,7 +33,9 @@ class PrivateText(Enum):
     EXACT = "exact"
     """Computed afresh over whatever stands before it: short, and exact if that is."""
     STALE = "stale"
-    """Reused from the agent's own last dense hop, as KVCMAS's and KVCOMM's releases do."""
+    """Reused from the agent's own last dense hop, as KVCMAS's release does."""
+    ANCHORED = "anchored"
+    """Own text behind shared text starts from the own text alone and is corrected like it, as KVCOMM does."""
 
 
 class Mask(Enum):
@@ -176,3 +179,21 @@ def graphflow_bare() -> Recipe:
 def random() -> Recipe:
     return Recipe("random", "Recompute random rows: the control of every selection.", "-", Chained(),
                   selector=RandomRows(share=0.15))
+
+
+@register
+def shift() -> Recipe:
+    return Recipe("shift", "Add the mean offset of the edge: the cheapest correction.", "ours, baseline",
+                  Origin(), Affine(rank=0), lead_rows=4)
+
+
+@register
+def affine() -> Recipe:
+    return Recipe("affine", "Correct every row by a linear map of its own key and value, learned online.", "ours",
+                  Origin(), Affine(), gate=Residual(), lead_rows=4)
+
+
+@register
+def hybrid() -> Recipe:
+    return Recipe("hybrid", "The same, and the first tenth of every text recomputed (4 to 64 rows).", "ours",
+                  Origin(), Affine(), Leading(share=0.1, min_rows=4, max_rows=64), Residual(), lead_rows=4)

@@ -13,30 +13,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvbaton.correctors.fading import Fading
 from kvbaton.errors import InvariantError, StoreError
+from kvbaton.kv import KV
 
-FADE = 0.9
-"""What a value still counts after the next one: a mean speaks of the last ten or so."""
-
-
-@dataclass
-class Fading:
-    """A mean in which older values fade."""
-
-    weight: float = 0.0
-    total: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.weight = FADE * self.weight + 1.0
-        self.total = FADE * self.total + value
-
-    def merge(self, other: Fading) -> None:
-        self.weight += other.weight
-        self.total += other.total
-
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.weight if self.weight else None
+NEGLIGIBLE = 1e-6
+"""Squared relative error below which nothing needs correcting: equal prefixes leave the rounding of the KV's dtype."""
 
 
 @dataclass
@@ -82,8 +64,23 @@ class Record:
 
     @property
     def ratio(self) -> float | None:
-        """Error with correction over error without, out of sample; 1 or more: the correction does no good."""
+        """Error with correction over error without, out of sample; None before a second text came."""
         return self.error.total / self.offset.total if self.offset.total > 0 else None
+
+    @property
+    def useless(self) -> bool:
+        """The correction leaves as much error as it found, and what it found is not negligible."""
+        return (self.ratio or 0.0) >= 1.0 and (self.offset.mean or 0.0) > NEGLIGIBLE
+
+    @property
+    def dense_share(self) -> float:
+        """Share of the edge's hops so far that were dense, this one counted as one that is not."""
+        return self.learned / (self.learned + self.reused + 1)
+
+    def unlike(self, novelty: float | None) -> float:
+        """``novelty`` over that of the texts learned when they were new; 1 where there is nothing to compare."""
+        usual = self.level.mean
+        return novelty / usual if novelty is not None and usual else 1.0
 
     @property
     def predicted(self) -> float | None:
@@ -137,7 +134,11 @@ class Record:
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A state that keeps a `Record`: the engine tells it of reuses and audits."""
+    """A state that keeps a `Record`; the engine tells it of reuses and audits."""
 
     @property
     def record(self) -> Record: ...
+
+    def novelty(self, source: KV) -> float | None:
+        """How unlike the texts learned a text is; None: nothing learned."""
+        ...
