@@ -259,6 +259,8 @@ def test_report_and_record():
     assert lines[0] == "full-shared on tiny"
     assert [line.split()[0] for line in lines[1:]] == ["agent", "solver", "critic", "judge"]
     assert "recomputed: " in lines[2]
+    with team(method="dense") as trio:
+        assert trio.run(question=QUESTION)["judge"].notes == ("question, solver, critic recomputed: dense method",)
     record = json.loads(json.dumps(run.to_dict()))
     assert record["inputs"] == {"question": QUESTION}
     for entry, turn in zip(record["turns"], run, strict=True):

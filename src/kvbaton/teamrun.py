@@ -36,10 +36,12 @@ class Turn:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the report should know: why text was recomputed, and that nothing was said."""
-        recomputed = [f"{d.share or 'own text'} recomputed: {d.reason}" for d in self.hop.decisions
-                      if d.action == "recompute"]
-        silent = [] if self.hop.output_ids else ["said nothing: its readers go without"]
-        return (*dict.fromkeys(recomputed), *silent)
+        why: dict[str, list[str]] = {}
+        for decision in self.hop.decisions:
+            if decision.action == "recompute":
+                why.setdefault(decision.reason, []).append(decision.share or "own text")
+        recomputed = (f"{', '.join(shares)} recomputed: {reason}" for reason, shares in why.items())
+        return (*recomputed, *(() if self.hop.output_ids else ("said nothing: its readers go without",)))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the logits, as plain JSON values."""
