@@ -62,13 +62,14 @@ def test_fidelity_records_are_complete_and_right(tmp_path: Path) -> None:
         (q, m) for q in {r["question"] for r in scored} for m in ("dense", "full-shared", "epic")}
     assert len(scored) == 6
     for record in scored:
+        assert [h["handed"] for h in record["hops"]] == [0, 2, 3, 4]
         assert [h["agent"] for h in record["hops"]] == ["solver", "analyst", "programmer", "judge"]
         if record["method"] == "dense":
             assert all(h["kl"] < 1e-9 and h["agree"] == 1 and h["dense"] for h in record["hops"])
         else:
             assert record["hops"][-1]["kl"] > 1e-9
             assert record["hops"][-1]["reuse"] > 0.05
-            assert record["hops"][-1]["sources"] == 4
+            assert record["hops"][-1]["handed"] == 4
     assert len({r["floor_nll"] for r in scored}) == 2
     assert len({round(r["gold_nll"], 12) for r in scored}) == 6
 

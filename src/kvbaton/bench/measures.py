@@ -36,13 +36,30 @@ def nll(logits: Tensor | None, ids: tuple[int, ...]) -> float:
     return float(-logits.double().log_softmax(-1).gather(1, wanted).mean())
 
 
-def hop_record(hop: HopResult) -> Record:
-    """A hop as plain JSON values, without its text. ``sources``: shared segments that another agent held."""
+class Handed:
+    """Counts the shared segments of a prompt that an earlier agent of the run read or wrote, whatever the method."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str | None, tuple[int, ...]]] = set()
+
+    def count(self, prompt: Prompt) -> int:
+        """Segments of ``prompt`` seen before; all of them count as seen from now on."""
+        shared = [(segment.owner, segment.token_ids) for _, segment, _, _ in prompt.shared()]
+        known = sum(one in self._seen for one in shared)
+        self._seen.update(shared)
+        return known
+
+    def wrote(self, writer: str, ids: tuple[int, ...]) -> None:
+        self._seen.add((writer, ids))
+
+
+def hop_record(hop: HopResult, handed: int) -> Record:
+    """A hop as plain JSON values, without its text. ``handed``: see `Handed`; a hop without any is a source hop."""
     e = hop.entries
     said = [f"{d.action}: {d.reason}" for d in hop.decisions]
     return {
         "agent": hop.reader, "prompt_tokens": hop.prompt_tokens, "shared_tokens": hop.shared_tokens,
-        "layers": hop.layers, "sources": sum(d.source is not None for d in hop.decisions), "dense": hop.dense,
+        "layers": hop.layers, "handed": handed, "dense": hop.dense,
         "output_tokens": len(hop.output_ids), "ttft_s": hop.ttft_s, "tpot_s": hop.tpot_s, "plan_s": hop.plan_s,
         "learn_s": hop.learn_s, "reuse": hop.effective_reuse_ratio,
         "entries": {"reused": e.reused, "corrected": e.corrected, "recomputed": e.recomputed, "cached": e.cached},
@@ -101,12 +118,14 @@ class Fidelity:
         self._floor = _gold_nll(scene, reference, scene.script.prompt(scene.task.floor(), scene.question, {}))
 
     def measure(self, scene: Scene, session: Session, repeat: int) -> Record:
-        run, hops, gold_nll = session.start_run(), [], None
+        run, handed, hops, gold_nll = session.start_run(), Handed(), [], None
         for turn, truth in zip(scene.turns, self._truth, strict=True):
             if turn.prompt.reader == scene.task.decider:
                 gold_nll = _gold_nll(scene, session, turn.prompt, branch(run, turn.prompt))
             hop = session.hop(turn.prompt, Force(turn.answer), run, writes=turn.writes)
-            hops.append({**hop_record(hop), "kl": divergence(truth, hop), "agree": agreement(truth, hop)})
+            hops.append({**hop_record(hop, handed.count(turn.prompt)),
+                         "kl": divergence(truth, hop), "agree": agreement(truth, hop)})
+            handed.wrote(turn.prompt.reader, turn.answer)
         run.clear()
         return {"hops": hops, "gold_nll": gold_nll, "floor_nll": self._floor}
 
@@ -133,14 +152,15 @@ class Accuracy:
     def open(self, scene: Scene, reference: Session) -> None: ...
 
     def measure(self, scene: Scene, session: Session, repeat: int) -> Record:
-        run, hops, text = session.start_run(), [], ""
+        run, handed, hops, text = session.start_run(), Handed(), [], ""
         outputs: dict[str, tuple[int, ...]] = {}
         try:
             for agent in scene.script.agents:
                 prompt = scene.script.prompt(agent, scene.question, outputs)
                 hop = session.hop(prompt, self._decode(repeat, agent.max_new_tokens), run, writes=agent.name)
                 outputs[agent.name], text = hop.output_ids, hop.text
-                hops.append(hop_record(hop))
+                hops.append(hop_record(hop, handed.count(prompt)))
+                handed.wrote(agent.name, hop.output_ids)
             score = scene.task.score(scene.question, text)
         except PromptTooLong:
             score = Score(0.0, None, "prompt too long")

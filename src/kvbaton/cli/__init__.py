@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvbaton.cli import evaluate, methods, models, profile, store  # noqa: F401  each registers its commands
+from kvbaton.cli import bench, evaluate, methods, models, profile, run, store  # noqa: F401  each registers its commands
 from kvbaton.cli.app import app
 from kvbaton.errors import InvariantError, KVBatonError, UsageError
 

@@ -1,0 +1,160 @@
+"""One line a method from a results file, with intervals over questions. Only hops that could reuse something count.
+
+    recovered   1 - divergence / divergence of full-shared         PGR   (floor - NLL) / (floor - NLL of dense)
+    speed-up    dense TTFT / method's TTFT, same hop, same run; the median over hops
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbaton.bench import stats
+from kvbaton.bench.result import Record, RunFile
+from kvbaton.bench.runner import ANSWERS, DENSE
+from kvbaton.bench.stats import Interval
+
+FULL = "full-shared"
+"""The method that `recovered` is measured against."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method's results. Fields that the measurement does not give are None.
+
+    ``gate_dense``: share of hops with handed-over text that ran dense; ``reuse``: effective reuse ratio of those hops.
+    """
+
+    method: str
+    questions: int
+    ttft_ms: float
+    speed_up: float
+    reuse: float
+    gate_dense: float
+    learned_bytes: int
+    held_bytes: int
+    kl: Interval | None = None
+    agree: Interval | None = None
+    recovered: Interval | None = None
+    gold_nll: Interval | None = None
+    pgr: Interval | None = None
+    score: Interval | None = None
+    difference: Interval | None = None
+    sign_p: float | None = None
+    same_choice: float | None = None
+    refused: int | None = None
+    outcomes: Mapping[str, int] | None = None
+
+
+def scored(run: RunFile) -> dict[str, dict[str, list[Record]]]:
+    """Records by method and question (repeats together), for questions that every method has; answers left out."""
+    table: dict[str, dict[str, list[Record]]] = {}
+    for record in run.records:
+        if not record["question"].startswith(ANSWERS):
+            table.setdefault(record["method"], {}).setdefault(record["question"], []).append(record)
+    common = set.intersection(*(set(q) for q in table.values())) if table else set()
+    return {m: {q: r for q, r in questions.items() if q in common} for m, questions in table.items()}
+
+
+def handed(record: Record) -> list[Record]:
+    """Hops in which something could be reused."""
+    return [hop for hop in record["hops"] if hop["handed"]]
+
+
+def per_question(records: Mapping[str, list[Record]], value: Callable[[Record], float]) -> list[float]:
+    """One number a question, in a fixed order: the mean over its repeats."""
+    return [sum(map(value, records[q])) / len(records[q]) for q in sorted(records)]
+
+
+def mean_over_hops(name: str) -> Callable[[Record], float]:
+    """A record's mean of a hop field over the hops that could reuse something."""
+    def value(record: Record) -> float:
+        hops = handed(record)
+        return sum(float(hop[name]) for hop in hops) / len(hops) if hops else math.nan
+    return value
+
+
+def summarise(run: RunFile) -> list[Summary]:
+    """A summary a method, in the order in which they were first measured."""
+    table = scored(run)
+    if not table or not next(iter(table.values())):
+        return []
+    return [_summary(method, table, str(run.identity["measure"])) for method in table]
+
+
+def _summary(method: str, table: Mapping[str, Mapping[str, list[Record]]], kind: str) -> Summary:
+    records = table[method]
+    hops = [hop for q in sorted(records) for record in records[q] for hop in handed(record)]
+    dense = [hop for q in sorted(records) for record in table[DENSE][q] for hop in handed(record)]
+    ratios = [d["ttft_s"] / h["ttft_s"] for d, h in zip(dense, hops, strict=False)]
+    common: dict[str, Any] = {
+        "method": method, "questions": len(records), "ttft_ms": 1e3 * stats.median([h["ttft_s"] for h in hops]),
+        "speed_up": stats.median(ratios), "reuse": sum(h["reuse"] for h in hops) / len(hops),
+        "gate_dense": sum(h["dense"] for h in hops) / len(hops),
+        "learned_bytes": max(h["learned_bytes"] for h in hops), "held_bytes": max(h["held_bytes"] for h in hops),
+    }
+    special = _fidelity(method, table) if kind == "fidelity" else _accuracy(records, table[DENSE])
+    return Summary(**common, **special)
+
+
+def _fidelity(method: str, table: Mapping[str, Mapping[str, list[Record]]]) -> dict[str, Any]:
+    records = table[method]
+    kl = per_question(records, mean_over_hops("kl"))
+    nll = per_question(records, lambda r: float(r["gold_nll"]))
+    floor = per_question(table[DENSE], lambda r: float(r["floor_nll"]))
+    best = per_question(table[DENSE], lambda r: float(r["gold_nll"]))
+    recovered = None
+    if FULL in table and method != FULL:
+        left = stats.ratio_of_means(kl, per_question(table[FULL], mean_over_hops("kl")))
+        recovered = Interval(1 - left.value, 1 - left.high, 1 - left.low, left.n)
+    return {"kl": stats.mean_interval(kl), "agree": stats.mean_interval(per_question(records, mean_over_hops("agree"))),
+            "recovered": recovered, "gold_nll": stats.mean_interval(nll), "pgr": stats.gain_ratio(nll, best, floor)}
+
+
+def _accuracy(records: Mapping[str, list[Record]], dense: Mapping[str, list[Record]]) -> dict[str, Any]:
+    score, best = (per_question(r, lambda x: float(x["score"])) for r in (records, dense))
+    flat = [[r for q in sorted(side) for r in side[q]] for side in (records, dense)]
+    choices = [[r["choice"] for r in side] for side in flat]
+    outcomes = Counter(r["outcome"] for r in flat[0])
+    return {"score": stats.mean_interval(score), "difference": stats.paired_difference(score, best),
+            "sign_p": stats.sign_test(score, best), "same_choice": stats.agreement(*choices),
+            "refused": sum(r["choice"] is None for r in flat[0]), "outcomes": dict(outcomes)}
+
+
+COLUMNS: Mapping[str, list[str]] = {
+    "fidelity": ["method", "KL to dense", "recovered", "top-1", "gold NLL", "NLL-PGR", "reuse", "dense hops", "TTFT ms",
+                 "speed-up", "learned MiB"],
+    "accuracy": ["method", "score", "minus dense", "sign p", "same choice", "no answer", "reuse", "dense hops",
+                 "TTFT ms", "speed-up", "learned MiB"],
+}
+
+
+def written(interval: Interval | None, digits: int) -> str:
+    """``0.012 (0.010 to 0.015)``; a dash where there is none."""
+    if interval is None or math.isnan(interval.value):
+        return "–"
+    return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
+
+
+def plain(interval: Interval | None, digits: int) -> str:
+    """The value alone; a dash where there is none."""
+    return "–" if interval is None or math.isnan(interval.value) else f"{interval.value:.{digits}f}"
+
+
+def cells(kind: str, s: Summary) -> list[str]:
+    """A summary as the cells of `COLUMNS`."""
+    tail = [f"{s.reuse:.3f}", f"{s.gate_dense:.2f}", f"{s.ttft_ms:.0f}", f"{s.speed_up:.2f}×",
+            f"{s.learned_bytes / 2**20:.1f}"]
+    if kind == "fidelity":
+        return [s.method, written(s.kl, 5), plain(s.recovered, 3), plain(s.agree, 3), plain(s.gold_nll, 3),
+                plain(s.pgr, 2), *tail]
+    return [s.method, plain(s.score, 3), written(s.difference, 3), f"{s.sign_p:.3f}", f"{s.same_choice:.2f}",
+            str(s.refused), *tail]
+
+
+def skipped(run: RunFile) -> Sequence[str]:
+    """Questions that no method was measured on, because a prompt exceeds the context."""
+    return [r["question"].removeprefix(ANSWERS) for r in run.records if r.get("skipped")]

@@ -1,0 +1,112 @@
+"""`kvbaton eval`: fidelity or accuracy of methods on a task, resumable."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, progress, table
+
+if TYPE_CHECKING:
+    from kvbaton.bench.result import RunFile
+    from kvbaton.recipes import Recipe
+
+DataFile = Annotated[Path | None, typer.Option("--data", help="A JSONL file in place of the packaged data.")]
+DataFolder = Annotated[Path | None, typer.Option(
+    "--data-dir", envvar="KVBATON_DATA", help="A folder with TASK*.jsonl files, looked at before packages.")]
+Methods = Annotated[str, typer.Option(help="Comma-separated names from `kvbaton methods`, or all.")]
+Settings = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="METHOD:part.field=value", help="Change one field of one method; may be given several times.")]
+
+
+class StepDisplay(ExitStack):
+    """Progress whose number of steps is known once the work has been looked at."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label, self._done = label, 0
+        self._tick: Tick | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._tick is None:
+            self._tick = self.enter_context(progress(self._label, total))
+        for _ in range(done - self._done):
+            self._tick(what)
+        self._done = done
+
+
+def chosen(methods: str, settings: list[str] | None = None) -> tuple[Recipe, ...]:
+    """The recipes of a comma-separated list, with their overrides."""
+    from kvbaton.errors import UsageError
+    from kvbaton.overrides import override
+    from kvbaton.recipes import names, recipe
+
+    wanted = list(names()) if methods.strip() == "all" else [m.strip() for m in methods.split(",") if m.strip()]
+    if not wanted:
+        raise UsageError("name at least one method: --methods dense,full-shared")
+    recipes = {name: recipe(name) for name in wanted}
+    for setting in settings or []:
+        name, colon, change = setting.partition(":")
+        if not colon or name not in recipes:
+            raise UsageError(f"--set {setting!r} names no method of this run: write METHOD:part.field=value")
+        recipes[name] = override(recipes[name], change)
+    return tuple(recipes.values())
+
+
+@app.command(name="eval")
+def evaluate(
+    task: Annotated[str, typer.Argument(help="gsm8k, humaneval, mmlu, hotpotqa-evidence or hotpotqa-reports.")],
+    methods: Methods = "dense,full-shared,kvcmas,hybrid",
+    model: Model = "smollm2",
+    n: Annotated[int, typer.Option("--n", help="Questions to score.")] = 20,
+    learn: Annotated[int, typer.Option(help="Other questions that every method learns from first.")] = 10,
+    measure: Annotated[str, typer.Option(help="fidelity (forced answers) or accuracy (generated answers).")] = "fidelity",
+    answer_tokens: Annotated[int, typer.Option(help="Longest answer of an agent.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Accuracy only; 0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(help="Accuracy only: seeds a question.")] = 1,
+    seed: Annotated[int, typer.Option(help="Draws the questions; sampling starts from it.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Results file; default runs/TASK-MODEL-MEASURE.jsonl.")] = None,
+    data: DataFile = None, data_dir: DataFolder = None, settings: Settings = None,
+    dtype: Dtype = None, device: Device = None, json: Json = False,
+) -> None:
+    """Measure methods on a task. The same command, started again, goes on where it stopped."""
+    from kvbaton.bench import data as sets
+    from kvbaton.bench.measures import Accuracy, Fidelity, Measure
+    from kvbaton.bench.runner import Evaluation, Runner
+    from kvbaton.bench.tasks import task as task_of
+    from kvbaton.engine.models import load
+    from kvbaton.errors import UnknownName
+
+    kinds: dict[str, Measure] = {"fidelity": Fidelity(), "accuracy": Accuracy(answer_tokens, temperature, seed)}
+    if measure not in kinds:
+        raise UnknownName("measure", measure, kinds)
+    spec = Evaluation(task_of(task), chosen(methods, settings), n, learn, seed, repeats, answer_tokens, kinds[measure])
+    loaded = sets.load(spec.task.data_set, data, data_dir)
+    out = out or Path("runs") / f"{task}-{Path(model).name}-{measure}.jsonl"
+    engine = load(model, dtype, device)
+    with StepDisplay(f"eval {task}") as step:
+        found = Runner(engine, spec, loaded, out, step).run()
+    for line, why in found.corrupt:
+        typer.echo(f"kvbaton: {out}, line {line} is corrupt and was left out: {why}", err=True)
+    emit(_record(found), json, lambda: _table(found))
+
+
+def _record(found: RunFile) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from kvbaton.bench.summary import summarise
+
+    return {"file": str(found.path), "identity": dict(found.identity), "methods": [asdict(m) for m in summarise(found)]}
+
+
+def _table(found: RunFile) -> Any:
+    from kvbaton.bench.summary import COLUMNS, cells, summarise
+
+    kind = str(found.identity["measure"])
+    rows = [cells(kind, m) for m in summarise(found)]
+    caption = f"Ranges: 95 % bootstrap over questions. All intervals and conditions: kvbaton report {found.path}"
+    return table(f"{found.identity['task']}, {found.identity['model']}, {kind}", COLUMNS[kind], rows,
+                 right=tuple(COLUMNS[kind][1:]), caption=caption)
