@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/gpu.json}
-python=${PYTHON:-python}
+kvbaton=${KVBATON:-kvbaton}
 methods=dense,full-shared,kvcmas,cacheblend,epic,affine,hybrid
 left() { echo $((480 - SECONDS)); }
 mkdir -p "$(dirname "$out")"
@@ -17,7 +17,7 @@ step() {  # step NAME LIMIT_S ARGS...: one bench, its JSON into $parts
     rest=$(left)
     if ((rest < 20)); then echo "gpu.sh: $name left out, no time" >&2; return; fi
     echo "gpu.sh: $name, ${rest} s left" >&2
-    timeout "$((limit < rest ? limit : rest))" "$python" -m kvbaton bench single --json --device cuda --repeats 3 \
+    timeout "$((limit < rest ? limit : rest))" "$kvbaton" bench single --json --device cuda --repeats 3 \
         --out "$parts/$name.jsonl" "$@" > "$parts/$name.json" || { echo "gpu.sh: $name did not finish" >&2; rm -f "$parts/$name.json"; }
 }
 
@@ -28,7 +28,7 @@ step pool 60 --shape llama-3.2-1b --methods kvcmas --shared 8192 --vary correcto
 step rank 60 --shape llama-3.2-1b --methods kvcmas --shared 8192 --vary corrector.rank=8,16,32,64 --learn 10
 step budget 60 --shape llama-3.2-1b --methods dense,cacheblend --shared 8192 --vary selector.share=0.05,0.1,0.2,0.4 --learn 1
 
-"$python" - "$parts" "$out" <<'PY'
+python3 - "$parts" "$out" <<'PY'
 import json, pathlib, sys
 parts, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = {p.stem: json.loads(p.read_text()) for p in sorted(parts.glob("*.json"))}
