@@ -8,9 +8,12 @@ from functools import cache
 
 import pytest
 
+from kvbaton.agents import Graph
 from kvbaton.bench.compare import Compare
+from kvbaton.bench.warmup import WarmUp, read_warmup
 from kvbaton.correctors.affine import Affine
 from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.session import Session
 from kvbaton.errors import DataError, TeamError, Unsupported, UsageError
 from kvbaton.recipes import Recipe, recipe
 from kvbaton.references import Origin
@@ -25,7 +28,7 @@ AGENTS = [
 ]
 LEARNER = Recipe("learner", "The mean offset of the edge.", "-", Origin(), corrector=Affine(rank=0))
 QUESTION = {"question": "How many eggs are left in the basket?"}
-WARMUP = [{"question": f"What is {i} and {i + 1}, in words?"} for i in range(3)]
+WARMUP = [WarmUp({"question": f"What is {i} and {i + 1}, in words?"}) for i in range(3)]
 
 
 @cache
@@ -130,3 +133,61 @@ def test_wrong_words():
         compare("dense", repeats=0)
     with pytest.raises(TeamError, match="question"):
         compare("dense", inputs={"questoin": "?"}).run()
+
+
+def graph_of(agents=AGENTS, **options):
+    return Graph.of(agents, **options)
+
+
+def test_questions_and_transcripts_are_read(tmp_path):
+    file = tmp_path / "warmup"
+    file.write_text('# a comment\n\nWhat is two?\n{"question": "Three?", "solver": "a", "critic": "b", "judge": "c"}\n')
+    plain, transcript = read_warmup(file, graph_of(), {})
+    assert plain == WarmUp({"question": "What is two?"})
+    assert transcript == WarmUp({"question": "Three?"}, {"solver": "a", "critic": "b", "judge": "c"})
+
+
+def test_a_transcript_gives_the_prompts_of_the_run_it_records():
+    session = Session(engine(), recipe("dense"))
+    ran = team(session).run(QUESTION)
+    lesson = WarmUp(QUESTION, {turn.agent: turn.text for turn in ran}).chain(team(session))
+    assert [turn.writes for turn in lesson] == ["solver", "critic", "judge"]
+    assert lesson[0].prompt == ran["solver"].prompt
+    assert [engine().text.decode(turn.answer) for turn in lesson] == [turn.text for turn in ran]
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ('{"question": "Three?", "solver": "a"}', "'critic' is missing"),
+    ('{"qestion": "Three?"}', "did you mean 'question'"),
+    ('{"question": 3}', "must be a text"),
+    ('{"question": "Three?"', "line 2"),
+    ('{"question": " "}', "not empty"),
+])
+def test_a_bad_line_is_named(tmp_path, line, says):
+    file = tmp_path / "warmup.jsonl"
+    file.write_text(f"# head\n{line}\n")
+    with pytest.raises(DataError, match=r"warmup.jsonl, line 2: ") as error:
+        read_warmup(file, graph_of(), {})
+    assert says in str(error.value)
+
+
+def test_warmup_that_cannot_be_used(tmp_path):
+    file = tmp_path / "w.txt"
+    with pytest.raises(DataError, match="cannot read"):
+        read_warmup(file, graph_of(), {})
+    file.write_text("# nothing\n")
+    with pytest.raises(DataError, match="holds no"):
+        read_warmup(file, graph_of(), {})
+    file.write_text("A plain line\n")
+    two = graph_of([Agent("a", "{x} {y}"), Agent("b", "{x} {a}")])
+    with pytest.raises(DataError, match="which input"):
+        read_warmup(file, two, {})
+    assert read_warmup(file, graph_of([Agent("a", "{x}")]), {})[0].inputs == {"x": "A plain line"}
+
+
+def test_the_shipped_questions_fit_the_shipped_team():
+    from kvbaton.cli.options import EXAMPLES
+    from kvbaton.teamfile import load_team
+
+    graph = load_team(EXAMPLES / "maths.yaml").graph
+    assert len(read_warmup(EXAMPLES / "maths-warmup.txt", graph, {})) == 20

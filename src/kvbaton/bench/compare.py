@@ -1,6 +1,6 @@
 """Several methods on one team and one question, side by side, from the same texts.
 
-    warm-up   the dense answers to other questions, replayed to every method that learns      not timed
+    warm-up   dense runs of other questions, replayed to every method that learns             not timed
     truth     the dense run of the question: its answers are forced on every method           not timed
     repeats   A B C, B C A, C A B ...: one replay a method, interleaved                        timed
     answers   every method answers by itself, for reading                                      not timed
@@ -20,8 +20,10 @@ from typing import Any
 
 from kvbaton.bench.accounting import Account, account, require_reuse
 from kvbaton.bench.cast import FrozenMemory, teaching
-from kvbaton.bench.chain import agreement, divergence
+from kvbaton.bench.chain import Chain, agreement, divergence
+from kvbaton.bench.chain import replay as recite
 from kvbaton.bench.conditions import conditions
+from kvbaton.bench.warmup import WarmUp
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.result import HopResult
 from kvbaton.engine.session import Session
@@ -137,15 +139,15 @@ class Comparison:
 class Compare:
     """A comparison to be run. `dense` is added to ``recipes`` where it is missing: everything is measured against it.
 
-    ``build`` makes the team on a session; ``warmup``: inputs of other questions; ``repeats``: timed replays a method;
-    ``answers``: whether every method also answers by itself.
+    ``build`` makes the team on a session; ``warmup``: other questions to learn from; ``repeats``: timed replays of
+    each method; ``answers``: whether every method also answers by itself.
     """
 
     engine: HFEngine
     build: BuildTeam
     recipes: tuple[Recipe, ...]
     inputs: Inputs
-    warmup: Sequence[Inputs] = ()
+    warmup: Sequence[WarmUp] = ()
     repeats: int = 1
     answers: bool = True
 
@@ -167,9 +169,9 @@ class Compare:
             writer = stack.enter_context(Session(self.engine, recipe(DENSE), prefix_cache=False))
             team = self.build(writer)
             lessons = []
-            for number, inputs in enumerate(self.warmup, 1):
-                lessons.append(team.run(inputs).turns)
-                tick(f"dense answers to warm-up question {number}")
+            for number, question in enumerate(self.warmup, 1):
+                lessons.append(question.chain(team))
+                tick(f"warm-up question {number}")
             contenders = []
             for method in self.recipes:
                 contenders.append(_Contender(self.engine, method, stack))
@@ -219,18 +221,18 @@ class _Contender:
             except Unsupported as error:
                 self.refused = str(error)
 
-    def learn(self, lessons: Sequence[Sequence[Turn]]) -> None:
+    def learn(self, lessons: Sequence[Chain]) -> None:
         """Dense replays with the corrector looking on. Nothing is learned afterwards."""
         taught = teaching(self.recipe)
         with Session(self.engine, taught) as pupil, TemporaryDirectory() as folder:
-            for turns in lessons if self.recipe.corrector.learns else ():
-                replay(turns, pupil)
+            for lesson in lessons if self.recipe.corrector.learns else ():
+                recite(pupil, lesson)
             file = Path(folder) / "memory.safetensors"
             pupil.memory.save(file, self.engine.identity)
             known = FrozenMemory.load(file, self.recipe.corrector, self.engine.geometry, self.engine.identity)
         self._session = self.stack.enter_context(Session(self.engine, taught, memory=known))
-        for turns in lessons[-1:]:  # fills the prefix cache, as every method has it in service
-            replay(turns, self._session)
+        for lesson in lessons[-1:]:  # fills the prefix cache, as every method has it in service
+            recite(self._session, lesson)
         self._session.recipe = self.recipe
 
     def replay(self, turns: Sequence[Turn]) -> None:

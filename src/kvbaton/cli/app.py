@@ -25,11 +25,9 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Model = Annotated[str, typer.Option(help="A name from `kvbaton models`, a local folder or a Hugging Face id.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16 for packaged models, "
-                                                "the checkpoint's own for others.")]
+Dtype = Annotated[str | None, typer.Option(
+    help="float32, bfloat16 or float16. Default: bfloat16 for packaged models, the checkpoint's own for others.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Default: cuda where there is one.")]
-
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -73,18 +71,18 @@ def _console(kind: Any) -> Any:
 
 def table(title: str, columns: list[str], rows: list[list[str]], right: tuple[str, ...] = (),
           caption: str | None = None) -> Any:
-    """A rich table of plain strings; columns named in ``right`` are numbers."""
+    """A rich table of plain strings; columns named in ``right`` are numbers; ``caption`` stands below it."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left",
-                pad_edge=False)
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         out.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         out.add_row(*map(Text, row))
-    return out
+    return Group(out, Text(f"{caption}\n", style="dim")) if caption else out
 
 
 @contextmanager
@@ -102,6 +100,18 @@ def progress(label: str, steps: int) -> Iterator[Tick]:
     with rich_progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=steps, last="")
         yield lambda done: bar.update(task, advance=1, last=done)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on stderr while something of unknown length runs; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
 
 
 def _lines(label: str, steps: int) -> Tick:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,8 @@ def load_model(
     place = _device(device)
     packaged = PACKAGED.get(name)
     wanted = _dtype(dtype or ("bfloat16" if packaged else "auto"))
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()  # its bars are unreadable in a log
     source = str(packaged.folder(dequantise)) if packaged else name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
