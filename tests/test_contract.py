@@ -19,7 +19,7 @@ from kvbaton.engine.session import Session
 from kvbaton.kv import KV
 from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import Mask, PrivateText, Recipe, names, recipe
-from kvbaton.references import RunStore
+from kvbaton.references import Isolated, RunStore
 from kvbaton.selectors.base import AllRows, NoRows
 from kvbaton.selectors.layers import LayerBlock
 from kvbaton.selectors.leading import Leading
@@ -228,7 +228,9 @@ def test_equal_prefixes_make_every_method_exact(engine: HFEngine, method: Recipe
     if method.mask is Mask.BOTTOM_RIGHT:
         pytest.skip("its mask shows later keys on purpose; see below")
     question = text(3)
-    lead = () if method.reference.encodes_alone else (own(6, 1),)
+    lead: tuple[Segment, ...] = (own(6, 1),)
+    if isinstance(method.reference, Isolated):
+        lead, method = (), replace(method, reference=replace(method.reference, lead_tokens=0))
     source, reader = (Prompt(name, (*lead, question, own(tail, 40 + tail)))
                       for name, tail in (("solver", 3), ("critic", 8)))
     scene = Scene(engine, replace(method, private=PrivateText.EXACT), question, reader, source)

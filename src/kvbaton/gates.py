@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.correctors.base import EdgeState
+from kvbaton.correctors.messages_state import MessageState
 from kvbaton.correctors.record import Recorded
 from kvbaton.correctors.residuals import ResidualState
 from kvbaton.errors import UsageError
@@ -104,3 +106,24 @@ class Residual:
         if reason is not None:
             return Verdict(False, reason, teach=True, predicted=predicted)
         return Verdict(True, "within target" if self.target is not None else "correction holds", predicted=predicted)
+
+
+@dataclass(frozen=True)
+class MessageEntropy:
+    """Reuse a text that one earlier message is clearly nearest to: entropy of their closeness at most ``gamma`` of its
+    largest value. A text longer than all but one message, or with fewer than two to compare, goes dense. KVCOMM."""
+
+    gamma: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.gamma <= 1.0:
+            raise UsageError(f"gamma is a share of the largest entropy, from 0 to 1, got {self.gamma}")
+
+    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
+        if not isinstance(state, MessageState) or len(state.usable(len(source))) < 2:
+            return Verdict(False, "fewer than two messages as long", teach=True)
+        weights = state.closeness(source).double()
+        entropy = float(-(weights * weights.clamp_min(1e-40).log2()).sum())
+        most = self.gamma * math.log2(len(weights))
+        reason = f"entropy {entropy:.2f} {'<=' if entropy <= most else '>'} {most:.2f} bits"
+        return Verdict(entropy <= most, reason, teach=entropy > most)

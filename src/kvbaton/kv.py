@@ -41,6 +41,7 @@ class KV:
     ``source``: role of the agent that held them; ``exact``: nothing before them was reused.
     ``boundary``: hidden states ``[T, hidden]`` by layer, where a method asked for them at capture.
     ``token_ids``: whose KV this is, set when a run stores it; lookups by text compare ids.
+    ``before``: for an agent's own text, the source of the shared text right in front of it (PrivateText.ANCHORED).
     """
 
     k: Tensor
@@ -50,6 +51,7 @@ class KV:
     exact: bool
     boundary: tuple[tuple[int, Tensor], ...] = ()
     token_ids: tuple[int, ...] = ()
+    before: KV | None = None
 
     def __post_init__(self) -> None:
         if self.k.shape != self.v.shape or self.k.ndim != 4:

@@ -72,8 +72,9 @@ def make_plan(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, own
               truth: Mapping[int, KV] | None = None) -> Plan:
     """Decide every segment of ``prompt``.
 
-    ``run`` holds the run's shared KV, ``own`` the reader's private KV from its last dense hop (for PrivateText.STALE),
-    ``truth`` the true KV by segment index, for correctors that need it. Reads only; learns and stores nothing.
+    ``run`` holds the run's shared KV; ``own`` the reader's private KV by `own_text`, from its last dense hop
+    (PrivateText.STALE) or alone (PrivateText.ANCHORED); ``truth`` the true KV by segment index, for correctors that
+    need it. Reads only; learns and stores nothing.
     """
     judged = [_judge(prompt, recipe, run, memory, index, slot, truth or {}) for index, _, _, slot in prompt.shared()]
     fallback = next((step for step, verdict in judged
@@ -82,10 +83,12 @@ def make_plan(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, own
         cause = f"hop dense: {fallback.segment.share} {fallback.reason}"
         steps = [step if not verdict.accept else replace(step, action=Action.RECOMPUTE, reason=cause)
                  for step, verdict in judged]
-        return Plan(tuple(steps))
-    steps = [step for step, _ in judged]
+    else:
+        steps = [step for step, _ in judged]
     if recipe.private is PrivateText.STALE and any(step.action is not Action.RECOMPUTE for step in steps):
         steps += _stale_private(prompt, own)
+    if recipe.private is PrivateText.ANCHORED:
+        steps += _anchored_private(prompt, recipe, memory, own, steps)
     return Plan(tuple(sorted(steps, key=lambda step: step.index)))
 
 
@@ -118,7 +121,37 @@ def _stale_private(prompt: Prompt, own: RunStore) -> list[Step]:
     """Reuse of the agent's own text behind shared text, as it was in its last dense hop."""
     steps = []
     for index, (segment, span) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
-        held = own.get(segment) if segment.share is None and span.start >= prompt.prefix_tokens else None
+        behind = segment.share is None and span.start >= prompt.prefix_tokens
+        held = own.get(own_text(segment, index)) if behind else None
         if held is not None:
             steps.append(Step(index, segment, span, Action.REUSE, "stale private text", source=held))
     return steps
+
+
+def _anchored_private(prompt: Prompt, recipe: Recipe, memory: Memory, own: RunStore, shared: list[Step]) -> list[Step]:
+    """The agent's own text right behind each shared text: corrected like it, or learned from where that is recomputed.
+
+    What was learned belongs to the very ids of the own text, so text that changes from run to run is computed.
+    """
+    steps = []
+    for front in shared:
+        index = front.index + 1
+        behind = prompt.segments[index] if index < len(prompt.segments) else None
+        if behind is None or behind.share is not None or front.source is None or front.edge is None:
+            continue
+        alone = own.get(own_text(behind, index))
+        if alone is None:
+            continue
+        source = replace(alone, before=front.source)
+        edge = Edge(f"behind {front.edge.share} {behind.key[:8]}", prompt.reader, prompt.reader, front.edge.slot)
+        state = memory.state(edge)
+        if front.action is Action.RECOMPUTE:
+            steps.append(Step(index, behind, prompt.spans[index], front.action, front.reason, edge, source, state))
+        elif recipe.corrector.can_correct(state, source):
+            steps.append(Step(index, behind, prompt.spans[index], Action.CORRECT, "own text", edge, source, state))
+    return steps
+
+
+def own_text(segment: Segment, index: int) -> Segment:
+    """The key of an agent's own text in a store: equal texts at two places of a prompt are two."""
+    return replace(segment, share=f"own text {index}")

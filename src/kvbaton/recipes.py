@@ -7,16 +7,17 @@ group ``kvbaton.recipes`` (an object with the recipe, or a function that returns
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 
 from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.base import Corrector, NoCorrection
+from kvbaton.correctors.messages import AbsoluteMessages, Messages
 from kvbaton.correctors.residuals import Residuals
 from kvbaton.errors import UnknownName, UsageError
-from kvbaton.gates import Always, ExactKey, Gate, Never, Residual
+from kvbaton.gates import Always, ExactKey, Gate, MessageEntropy, Never, Residual
 from kvbaton.references import Chained, Isolated, Nothing, Origin, Reference
 from kvbaton.selectors.attention import QueryAttention
 from kvbaton.selectors.base import AllRows, NoRows, Selector
@@ -173,6 +174,19 @@ def graphflow() -> Recipe:
 def graphflow_bare() -> Recipe:
     return Recipe("graphflow-bare", "GraphFlow without fallback: a text that is not stored is reused uncorrected.",
                   "GraphFlow as KVCMAS measured it", Isolated(), Residuals(sightings=1, drop_k=0.75, drop_v=0.70))
+
+
+@register
+def kvcomm() -> Recipe:
+    return Recipe("kvcomm", "Add the mixed offsets of earlier texts, the agent's own text included; else go dense.",
+                  "KVCOMM, arXiv 2510.12872", Isolated(writer=True, lead_tokens=4), Messages(), gate=MessageEntropy(),
+                  private=PrivateText.ANCHORED, hop_fallback=True, learn_approximate=True)
+
+
+@register
+def kvcomm_upstream() -> Recipe:
+    return replace(kvcomm(), name="kvcomm-upstream", paper="KVCOMM's released code", corrector=AbsoluteMessages(),
+                   summary="KVCOMM with key offsets left at the positions where they were made, as released.")
 
 
 @register

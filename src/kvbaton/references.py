@@ -68,6 +68,11 @@ class Reference(Protocol):
         ...
 
     @property
+    def lead_tokens(self) -> int:
+        """Tokens of the reader's prompt that stand in front of a text while it is encoded alone."""
+        ...
+
+    @property
     def keeps(self) -> frozenset[Keep]: ...
 
     @property
@@ -97,6 +102,7 @@ class Chained:
     """What the agent that ran before holds; a writer's own KV until its first reader. KVCMAS, section 3."""
 
     encodes_alone: ClassVar[bool] = False
+    lead_tokens: ClassVar[int] = 0
     keeps: ClassVar[frozenset[Keep]] = frozenset(Keep)
     absent: ClassVar[str] = "first hop"
 
@@ -117,6 +123,7 @@ class Origin:
     """What the first exact owner made (for generated text: the writer); an inexact one is kept until then."""
 
     encodes_alone: ClassVar[bool] = False
+    lead_tokens: ClassVar[int] = 0
     keeps: ClassVar[frozenset[Keep]] = frozenset({Keep.EXACT_READS, Keep.WRITTEN})
     absent: ClassVar[str] = "first hop"
 
@@ -136,9 +143,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Isolated:
-    """The text encoded alone. ``writer``: generated text starts from its writer's decode-time KV instead (KVCOMM)."""
+    """The text encoded alone. ``writer``: generated text starts from its writer's decode-time KV instead (KVCOMM).
+    ``lead_tokens``: so many first tokens of the reader's prompt stand in front while encoding, as an attention sink."""
 
     writer: bool = False
+    lead_tokens: int = 0
     encodes_alone: ClassVar[bool] = True
     absent: ClassVar[str] = "not encoded"
 
@@ -164,6 +173,7 @@ class Nothing:
     """No KV is kept."""
 
     encodes_alone: ClassVar[bool] = False
+    lead_tokens: ClassVar[int] = 0
     keeps: ClassVar[frozenset[Keep]] = frozenset()
     absent: ClassVar[str] = "dense method"
 

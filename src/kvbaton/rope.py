@@ -116,6 +116,12 @@ class Rope:
         Rope.rotate_into(out, x, cos, sin)
         return out
 
+    def turn(self, x: Tensor, positions: int, layer: int) -> Tensor:
+        """``x`` ``[..., T, D]``, all keys turned by the same number of positions; their scaling stays as it is."""
+        band = self.bands[self.layer_bands[layer]]
+        cos, sin = _angles(band, torch.tensor([positions], device=x.device))
+        return self.rotate(x, cos / band.scaling, sin / band.scaling)
+
     @staticmethod
     def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """`rotate` into ``out`` of the shape of ``x``, strided or not. ``out`` and ``x`` share no memory."""

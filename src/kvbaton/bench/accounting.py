@@ -20,8 +20,8 @@ from kvbaton.selectors.layers import LayerBlock
 class Account:
     """Books of one method over its hops behind a source hop.
 
-    ``nominal``: 1 - the selector's budget, None where the budget is an outcome; ``effective``: share of shared entries
-    (token x layer) not recomputed; ``hop``: share of hops that reused anything. ``rows_per_layer``: mean reused rows
+    ``nominal``: 1 - the selector's budget, None where the budget is an outcome; ``effective``: share of reusable
+    entries (token x layer) not recomputed; ``hop``: share of hops that reused anything. ``rows_per_layer``: mean reused rows
     recomputed; ``extra_entries``: isolated encodes and query passes; ``boundary_bytes``: kept hidden states, inside
     ``held_bytes``. Byte counts are the largest of any hop, ``moved_bytes`` is the mean.
     """
@@ -45,12 +45,12 @@ def account(method: Recipe, runs: Iterable[Sequence[HopResult]]) -> Account:
     later = [hop for run in runs for hop in run[1:]]
     if not later:
         raise DataError(f"{method.name!r}: no hop behind a source hop: a run needs two agents that read the same text")
-    shared = sum(hop.shared_tokens * hop.layers for hop in later)
+    reusable = sum(hop.reusable_tokens * hop.layers for hop in later)
     kept = sum(hop.entries.reused + hop.entries.corrected for hop in later)
     layers = zip(*(hop.rows_per_layer for hop in later), strict=True)
     reasons = Counter(f"{decision.action}: {decision.reason}" for hop in later for decision in hop.decisions)
     return Account(
-        hops=len(later), nominal=nominal_reuse(method, later[0].layers), effective=kept / shared if shared else 0.0,
+        hops=len(later), nominal=nominal_reuse(method, later[0].layers), effective=kept / reusable if reusable else 0.0,
         hop=sum(not hop.dense for hop in later) / len(later),
         rows_per_layer=tuple(sum(rows) / len(later) for rows in layers),
         extra_entries=sum(hop.extra_entries for run in runs for hop in run),

@@ -59,6 +59,10 @@ class Recording:
         return self.inner.encodes_alone
 
     @property
+    def lead_tokens(self) -> int:
+        return self.inner.lead_tokens
+
+    @property
     def keeps(self) -> frozenset[Keep]:
         return frozenset(Keep)
 

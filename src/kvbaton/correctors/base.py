@@ -82,6 +82,19 @@ class Corrector(Protocol):
         ...
 
 
+Turn: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""``turn(x [H, T, D], positions, layer)``: keys turned by so many positions with the model's own frequencies."""
+
+
+@runtime_checkable
+class Turning(Protocol):
+    """A corrector whose offsets are rotated, as some released code has them, so that it needs the model's rotation."""
+
+    def correct_turned(self, state: Any, source: KV, start: int, turn: Turn) -> Correction:
+        """`Corrector.correct` with the rotation at hand; the engine calls it instead."""
+        ...
+
+
 def no_reveal(truth: KV, source: KV) -> EdgeState:
     """`Corrector.reveal` of every corrector that lives on what it learned."""
     raise InvariantError("reveal() was called on a corrector that needs no truth")

@@ -11,7 +11,7 @@ from kvbaton.errors import InvariantError
 
 @dataclass(frozen=True)
 class Decision:
-    """What happened to one reusable segment, and why. ``share`` is None for stale private text."""
+    """What happened to one reusable segment, and why. ``share`` is None for the agent's own text."""
 
     share: str | None
     source: str | None
@@ -90,6 +90,11 @@ class HopResult:
 
     @property
     def effective_reuse_ratio(self) -> float:
-        """Share of the shared entries (token x layer) that were not recomputed; 0 where nothing is shared."""
-        shared = self.shared_tokens * self.layers
-        return (self.entries.reused + self.entries.corrected) / shared if shared else 0.0
+        """Share of the reusable entries (token x layer) that were not recomputed; 0 where nothing is reusable."""
+        reusable = self.reusable_tokens * self.layers
+        return (self.entries.reused + self.entries.corrected) / reusable if reusable else 0.0
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Shared tokens, and the agent's own where a method reuses them too."""
+        return self.shared_tokens + sum(d.tokens for d in self.decisions if d.share is None and d.action != "recompute")

@@ -26,7 +26,7 @@ from kvbaton.engine.splice import Splice
 from kvbaton.errors import PromptTooLong, UsageError
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
-from kvbaton.plan import Plan, Step, make_plan
+from kvbaton.plan import Plan, Step, make_plan, own_text
 from kvbaton.prompt import Prompt, Segment, Span
 from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import ALONE, Keep, RunStore
@@ -76,8 +76,8 @@ class Session:
             self._check_length(prompt, decode)
             truth = self._truth(prompt) if self.recipe.corrector.needs_truth else None
             submit = time.perf_counter()
-            extra = self._encode_alone(prompt, run)
             own = self._own.setdefault(prompt.reader, RunStore())
+            extra = self._encode_alone(prompt, run) + self._encode_own(prompt, own)
             plan = make_plan(prompt, self.recipe, run, self.memory, own, truth)
             plan_s = time.perf_counter() - submit
             answer_tokens = decode.max_tokens
@@ -123,14 +123,30 @@ class Session:
             return 0
         for _, segment, _, _ in prompt.shared():
             if reference.resolve(segment, run) is None:
-                reference.encoded(segment, self._encode(segment), run)
-                entries += len(segment) * self.engine.geometry.layers
+                lead = prompt.token_ids[:reference.lead_tokens]
+                reference.encoded(segment, self._encode(lead, segment), run)
+                entries += (len(lead) + len(segment)) * self.engine.geometry.layers
         return entries
 
-    def _encode(self, segment: Segment) -> KV:
-        capture = self._capture(Span(0, len(segment)))
-        self.engine.forward(self.engine.new_cache(len(segment)), self.engine.tensor(segment.token_ids),
-                            self.engine.rows(0, len(segment)), Captures([capture]))
+    def _encode_own(self, prompt: Prompt, own: RunStore) -> int:
+        """Encode the agent's own text without the shared text between, once a template; entries computed."""
+        private = [(index, segment) for index, segment in enumerate(prompt.segments) if segment.share is None]
+        if self.recipe.private is not PrivateText.ANCHORED or all(own.get(own_text(s, i)) for i, s in private):
+            return 0
+        alone = Prompt(prompt.reader, tuple(segment for _, segment in private))
+        captures = [self._capture(span) for span in alone.spans]
+        self.engine.forward(self.engine.new_cache(len(alone)), self.engine.tensor(alone.token_ids),
+                            self.engine.rows(0, len(alone)), Captures(captures))
+        own.clear()
+        for (index, segment), capture in zip(private, captures, strict=True):
+            own.put(own_text(segment, index), capture.kv(ALONE, exact=True))
+        return len(alone) * self.engine.geometry.layers
+
+    def _encode(self, lead: tuple[int, ...], segment: Segment) -> KV:
+        tokens = len(lead) + len(segment)
+        capture = self._capture(Span(len(lead), tokens))
+        self.engine.forward(self.engine.new_cache(tokens), self.engine.tensor(lead + segment.token_ids),
+                            self.engine.rows(0, tokens), Captures([capture]))
         return capture.kv(ALONE, exact=True)
 
     def _capture(self, span: Span) -> Capture:
@@ -180,12 +196,12 @@ class Session:
             kv = held[step.index]
             if kv is not None and step.segment.share is not None:
                 reference.read(step.segment, kv, run)
-        if self.recipe.private is not PrivateText.EXACT and plan.dense:
+        if self.recipe.private is PrivateText.STALE and plan.dense:
             own = self._own[prompt.reader] = RunStore()
             for index, segment in enumerate(prompt.segments):
                 kv = splice.held(index) if segment.share is None else None
                 if kv is not None:
-                    own.put(segment, kv)
+                    own.put(own_text(segment, index), kv)
 
     def _result(self, prompt: Prompt, plan: Plan, plan_s: float, splice: Splice, prefix: int, answer: Answer,
                 run: RunStore, learn_s: float, extra: int) -> HopResult:

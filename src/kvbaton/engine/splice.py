@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.base import Correction, LayerKV
+from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turning
 from kvbaton.engine.attention import QueryRows
 from kvbaton.engine.cache import SplicedCache
 from kvbaton.engine.capture import Capture
@@ -105,7 +105,7 @@ class Splice(Watch):
         if step.action is Action.CORRECT:
             if step.state is None:
                 raise InvariantError(f"segment {step.index} is planned for correction without a state")
-            correction = self._recipe.corrector.correct(step.state, step.source, step.span.start)
+            correction = self._correct(step.state, step.source, step.span.start)
         geometry, device = self._engine.geometry, self._engine.device
         recipe = self._recipe
         changes = (step.action is Action.CORRECT or recipe.lead_rows > 0 or not isinstance(recipe.selector, NoRows)
@@ -115,6 +115,12 @@ class Splice(Watch):
         positions = torch.arange(step.span.start, step.span.end, device=device)
         return _Reused(step, step.source, correction, positions, held)
 
+    def _correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+        corrector = self._recipe.corrector
+        if not isinstance(corrector, Turning):
+            return corrector.correct(state, source, start)
+        return corrector.correct_turned(state, source, start, self._engine.rope.turn)
+
     def _to_capture(self) -> list[int]:
         """Segments whose fresh KV somebody will want: the next reader, the learner, or the agent itself later."""
         recipe, wanted = self._recipe, []
@@ -122,7 +128,7 @@ class Splice(Watch):
             teaches = recipe.corrector.learns and step.source is not None
             if step.action is Action.RECOMPUTE and (Keep.EXACT_READS in recipe.reference.keeps or teaches):
                 wanted.append(step.index)
-        if recipe.private is not PrivateText.EXACT and self._plan.dense:
+        if recipe.private is PrivateText.STALE and self._plan.dense:
             wanted += [index for index, (segment, span) in enumerate(zip(self._prompt.segments, self._prompt.spans,
                                                                          strict=True))
                        if segment.share is None and span.start >= self._prompt.prefix_tokens]
