@@ -130,8 +130,9 @@ def full_shared() -> Recipe:
 
 @register
 def droidspeak() -> Recipe:
+    """Its block is SmolLM2's best of three layers (docs/results/field); `kvbaton profile` finds any other model's."""
     return Recipe("droidspeak", "Recompute one block of layers for every reused row, from kept hidden states.",
-                  "DroidSpeak, arXiv 2411.02820", Chained(), selector=LayerBlock(first=1, last=3))
+                  "DroidSpeak, arXiv 2411.02820", Chained(), selector=LayerBlock(first=16, last=18))
 
 
 @register

@@ -35,7 +35,7 @@ def test_selective_methods_are_charged_their_check_layers() -> None:
 
 
 def test_a_layer_block_pays_its_block_and_its_boundary() -> None:
-    run, method = hops("droidspeak", "selector.last=2")
+    run, method = hops("droidspeak", "selector.first=1", "selector.last=2")
     books = account(method, [run])
     assert (books.nominal, books.effective) == (0.5, 0.5)
     assert books.rows_per_layer == (0, 20, 20, 0)
