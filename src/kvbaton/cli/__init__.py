@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from kvbaton.cli import bench, evaluate, methods, models, profile, run, store  # noqa: F401  each registers its commands
+from kvbaton.cli import (  # noqa: F401  each registers its commands
+    bench,
+    evaluate,
+    methods,
+    models,
+    profile,
+    report,
+    run,
+    store,
+)
 from kvbaton.cli.app import app
 from kvbaton.errors import InvariantError, KVBatonError, UsageError
 

@@ -63,7 +63,7 @@ def evaluate(
     model: Model = "smollm2",
     n: Annotated[int, typer.Option("--n", help="Questions to score.")] = 20,
     learn: Annotated[int, typer.Option(help="Other questions that every method learns from first.")] = 10,
-    measure: Annotated[str, typer.Option(help="fidelity (forced answers) or accuracy (generated answers).")] = "fidelity",
+    measure: Annotated[str, typer.Option(help="fidelity (answers forced) or accuracy (generated).")] = "fidelity",
     answer_tokens: Annotated[int, typer.Option(help="Longest answer of an agent.")] = 64,
     temperature: Annotated[float, typer.Option(help="Accuracy only; 0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(help="Accuracy only: seeds a question.")] = 1,
