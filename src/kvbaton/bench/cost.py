@@ -3,7 +3,7 @@
     FLOPs of m rows that see c keys each, a layer   2 m x weights + 4 m c x query width
     predicted share   (FLOPs of the method - FLOPs of full reuse) / (FLOPs of dense - FLOPs of full reuse)
     measured share    the same of times to first token
-    page-rounded      a page of 16 tokens counts as computed if any of its rows is chosen: what a paged simulation charges
+    page-rounded      a page of 16 tokens counts as computed if any row of it is chosen: the charge of paged simulations
 
 Taking full reuse off both leaves the price of the shared rows alone, without private text, moving keys or the head.
 """
@@ -46,7 +46,7 @@ def shared_flops(engine: HFEngine, rows_per_layer: Sequence[int], keys: float) -
     config = engine.model.config.get_text_config()
     width = config.num_attention_heads * engine.geometry.head_dim
     weights = [sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in engine.layers]
-    return sum(rows * (2.0 * w + 4.0 * keys * width) for rows, w in zip(rows_per_layer, weights, strict=True))
+    return float(sum(rows * (2 * w + 4 * keys * width) for rows, w in zip(rows_per_layer, weights, strict=True)))
 
 
 def selective_cost(engine: HFEngine, methods: Sequence[Recipe], tokens: int, repeats: int = 3,
