@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvbaton.bench.chain import Chain, replay
-from kvbaton.correctors.base import NoCorrection
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
 from kvbaton.errors import DataError
@@ -86,45 +85,63 @@ class Recording:
             self.inner.wrote(segment, held, run)
 
 
+class Ruler:
+    """Chains with their dense KV and what full-shared makes of them, computed once for any number of methods."""
+
+    def __init__(self, engine: HFEngine, chains: Sequence[Chain]) -> None:
+        self._engine, self._chains = engine, chains
+        self._truth = [_held(engine, recipe("dense"), chain) for chain in chains]
+        self._plain = [_held(engine, recipe("full-shared"), chain) for chain in chains]
+        self._full = torch.zeros(engine.geometry.layers - 1, dtype=torch.float64)
+        for plain, truth in zip(self._plain, self._truth, strict=True):
+            self._full += self._error(plain, plain, truth)
+        if not float(self._full.sum()) > 0:
+            raise DataError("full-shared makes no error on these chains: give agents with different prompts")
+
+    def coverage(self, method: Recipe, learn_from: Iterable[Chain] = (), seed: int = 0) -> Coverage:
+        """Coverage of ``method``, after it learned from ``learn_from``, and of random rows (``seed``) at its budget."""
+        left, budget = self._left(method, learn_from)
+        random = replace(recipe("full-shared"), name="random", selector=RandomRows(min(1.0, budget), seed))
+        random_left, _ = self._left(random, ())
+        layers = 1.0 - left / self._full
+        return Coverage(self._share(left), tuple(layers.tolist()), budget, self._share(random_left))
+
+    def _share(self, left: Tensor) -> float:
+        return float(1.0 - left.sum() / self._full.sum())
+
+    def _left(self, method: Recipe, learn_from: Iterable[Chain]) -> tuple[Tensor, float]:
+        """Squared error ``[L-1]`` that ``method`` leaves, and the share of reusable entries that it recomputed."""
+        recording = Recording(method.reference)
+        left = torch.zeros_like(self._full)
+        recomputed = entries = 0
+        with Session(self._engine, replace(method, reference=recording)) as session:
+            for chain in learn_from:
+                replay(session, chain)
+            for chain, plain, truth in zip(self._chains, self._plain, self._truth, strict=True):
+                recording.held.clear()
+                for result in replay(session, chain)[1:]:
+                    entries += result.reusable_tokens * result.layers
+                    recomputed += (result.reusable_tokens * result.layers
+                                   - result.entries.reused - result.entries.corrected)
+                left += self._error(recording.held, plain, truth)
+        return left, recomputed / max(1, entries)
+
+    @staticmethod
+    def _error(held: Held, plain: Held, truth: Held) -> Tensor:
+        """``[L-1]`` squared error over the texts that full-shared reuses."""
+        return torch.stack([_squared(held[key], truth[key]) for key, reused in plain.items() if not reused.exact]
+                           or [torch.zeros(())]).sum(0)
+
+
 def coverage(engine: HFEngine, method: Recipe, chains: Sequence[Chain], learn_from: Iterable[Chain] = (),
              seed: int = 0) -> Coverage:
-    """Coverage of ``method`` on ``chains``, after it learned from ``learn_from``."""
-    removed, total, budget = _errors(engine, method, chains, learn_from)
-    random = replace(recipe("full-shared"), name="random", selector=RandomRows(min(1.0, budget), seed))
-    random_left, _, _ = _errors(engine, random, chains, ())
-    share = 1.0 - removed / total
-    return Coverage(float(1.0 - removed.sum() / total.sum()), tuple(share.tolist()), budget,
-                    float(1.0 - random_left.sum() / total.sum()))
-
-
-def _errors(engine: HFEngine, method: Recipe, chains: Sequence[Chain],
-            learn_from: Iterable[Chain]) -> tuple[Tensor, Tensor, float]:
-    """Squared error left by ``method`` and by full-shared, each ``[L-1]``, and the share of entries recomputed."""
-    recording = Recording(method.reference)
-    left = full = torch.zeros(engine.geometry.layers - 1, dtype=torch.float64)
-    recomputed = entries = 0
-    with Session(engine, replace(method, reference=recording)) as session:
-        for chain in learn_from:
-            replay(session, chain)
-        for chain in chains:
-            truth, plain = _held(engine, recipe("dense"), chain), _held(engine, recipe("full-shared"), chain)
-            recording.held.clear()
-            results = replay(session, chain)
-            for key, reused in plain.items():
-                if not reused.exact:
-                    left = left + _squared(recording.held[key], truth[key])
-                    full = full + _squared(reused, truth[key])
-            for result in results[1:]:
-                entries += result.shared_tokens * result.layers
-                recomputed += (result.shared_tokens * result.layers - result.entries.reused - result.entries.corrected)
-    if not float(full.sum()) > 0:
-        raise DataError("full-shared makes no error on these chains: give chains whose agents have different prompts")
-    return left, full, recomputed / max(1, entries)
+    """`Ruler.coverage` of one method."""
+    return Ruler(engine, chains).coverage(method, learn_from, seed)
 
 
 def _held(engine: HFEngine, method: Recipe, chain: Chain) -> Held:
     recording = Recording(method.reference)
-    with Session(engine, replace(method, reference=recording, corrector=NoCorrection())) as session:
+    with Session(engine, replace(method, reference=recording)) as session:
         replay(session, chain)
     return recording.held
 
