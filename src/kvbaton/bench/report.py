@@ -176,14 +176,11 @@ def _single_pictures(found: Sequence[speed_table.SpeedLine]) -> list[Picture]:
 
 def _analysis_block(run: RunFile) -> Block:
     what = str(run.identity["what"])
-    numbers = [name for name in run.records[0] if name not in ("kind", "question", "method", "repeat")]
-    rows = [[str(r["question"]), str(r["method"]), *(_number(r[name]) for name in numbers)] for r in run.records]
-    table = Table(str(run.identity["title"]), ["of", "method", *numbers], rows, str(run.identity.get("note", "")))
+    if not run.records:
+        raise DataError(f"{run.path} holds no measurement yet: let the run finish")
+    columns, rows = summary.analysis_cells(run.records)
+    table = Table(str(run.identity["title"]), columns, rows, str(run.identity.get("note", "")))
     return Block(f"analyze {what}, {run.identity['model']}", "", conditions(run), [table], _heat_maps(run, what))
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _heat_maps(run: RunFile, what: str) -> list[Picture]:

@@ -155,6 +155,17 @@ def cells(kind: str, s: Summary) -> list[str]:
             str(s.refused), *tail]
 
 
+def analysis_cells(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of what `analyze` wrote: whatever numbers its records carry."""
+    numbers = [name for name in records[0] if name not in ("kind", "question", "method", "repeat")]
+    rows = [[str(r["question"]), str(r["method"]), *(_number(r[name]) for name in numbers)] for r in records]
+    return ["of", "method", *numbers], rows
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def skipped(run: RunFile) -> Sequence[str]:
     """Questions that no method was measured on, because a prompt exceeds the context."""
     return [r["question"].removeprefix(ANSWERS) for r in run.records if r.get("skipped")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvbaton.cli import (  # noqa: F401  each registers its commands
+    analyze,
     bench,
     evaluate,
     methods,

@@ -12,6 +12,7 @@ from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, progres
 
 if TYPE_CHECKING:
     from kvbaton.bench.result import RunFile
+    from kvbaton.bench.runner import Evaluation
     from kvbaton.recipes import Recipe
 
 DataFile = Annotated[Path | None, typer.Option("--data", help="A JSONL file in place of the packaged data.")]
@@ -73,25 +74,33 @@ def evaluate(
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Measure methods on a task. The same command, started again, goes on where it stopped."""
-    from kvbaton.bench import data as sets
     from kvbaton.bench.measures import Accuracy, Fidelity, Measure
-    from kvbaton.bench.runner import Evaluation, Runner
+    from kvbaton.bench.runner import Evaluation
     from kvbaton.bench.tasks import task as task_of
-    from kvbaton.engine.models import load
     from kvbaton.errors import UnknownName
 
     kinds: dict[str, Measure] = {"fidelity": Fidelity(), "accuracy": Accuracy(answer_tokens, temperature, seed)}
     if measure not in kinds:
         raise UnknownName("measure", measure, kinds)
     spec = Evaluation(task_of(task), chosen(methods, settings), n, learn, seed, repeats, answer_tokens, kinds[measure])
-    loaded = sets.load(spec.task.data_set, data, data_dir)
     out = out or Path("runs") / f"{task}-{Path(model).name}-{measure}.jsonl"
+    evaluation(spec, model, out, data, data_dir, dtype, device, json)
+
+
+def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_dir: Path | None, dtype: str | None,
+               device: str | None, as_json: bool) -> None:
+    """Run ``spec`` and print its table."""
+    from kvbaton.bench import data as sets
+    from kvbaton.bench.runner import Runner
+    from kvbaton.engine.models import load
+
+    loaded = sets.load(spec.task.data_set, data, data_dir)
     engine = load(model, dtype, device)
-    with StepDisplay(f"eval {task}") as step:
+    with StepDisplay(f"eval {spec.task.name}") as step:
         found = Runner(engine, spec, loaded, out, step).run()
     for line, why in found.corrupt:
         typer.echo(f"kvbaton: {out}, line {line} is corrupt and was left out: {why}", err=True)
-    emit(_record(found), json, lambda: _table(found))
+    emit(_record(found), as_json, lambda: _table(found))
 
 
 def _record(found: RunFile) -> dict[str, Any]:
