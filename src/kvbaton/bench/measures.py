@@ -53,6 +53,11 @@ class Handed:
         self._seen.add((writer, ids))
 
 
+def short(value: float) -> float:
+    """Six significant digits: what a measurement carries, at half the bytes."""
+    return float(f"{value:.6g}")
+
+
 def hop_record(hop: HopResult, handed: int) -> Record:
     """A hop as plain JSON values, without its text. ``handed``: see `Handed`; a hop without any is a source hop."""
     e = hop.entries
@@ -60,8 +65,9 @@ def hop_record(hop: HopResult, handed: int) -> Record:
     return {
         "agent": hop.reader, "prompt_tokens": hop.prompt_tokens, "shared_tokens": hop.shared_tokens,
         "layers": hop.layers, "handed": handed, "dense": hop.dense,
-        "output_tokens": len(hop.output_ids), "ttft_s": hop.ttft_s, "tpot_s": hop.tpot_s, "plan_s": hop.plan_s,
-        "learn_s": hop.learn_s, "reuse": hop.effective_reuse_ratio,
+        "output_tokens": len(hop.output_ids), "ttft_s": short(hop.ttft_s),
+        "tpot_s": None if hop.tpot_s is None else short(hop.tpot_s), "plan_s": short(hop.plan_s),
+        "learn_s": short(hop.learn_s), "reuse": short(hop.effective_reuse_ratio),
         "entries": {"reused": e.reused, "corrected": e.corrected, "recomputed": e.recomputed, "cached": e.cached},
         "extra_entries": hop.extra_entries, "moved_bytes": hop.moved_bytes, "held_bytes": hop.held_bytes,
         "learned_bytes": hop.learned_bytes, "reasons": {reason: said.count(reason) for reason in said},
@@ -103,6 +109,8 @@ class Measure(Protocol):
 class Fidelity:
     """Divergence from the dense answers, and the gold answer's NLL at the decider beside that without context.
 
+    Kept are a run's first hop and every hop that could reuse something.
+
     The reference runs without the prefix cache, every measured session with it: the dense method's own divergence is
     then the noise floor of the arithmetic.
     """
@@ -123,8 +131,10 @@ class Fidelity:
             if turn.prompt.reader == scene.task.decider:
                 gold_nll = _gold_nll(scene, session, turn.prompt, branch(run, turn.prompt))
             hop = session.hop(turn.prompt, Force(turn.answer), run, writes=turn.writes)
-            hops.append({**hop_record(hop, handed.count(turn.prompt)),
-                         "kl": divergence(truth, hop), "agree": agreement(truth, hop)})
+            known = handed.count(turn.prompt)
+            if known or not hops:
+                hops.append({**hop_record(hop, known), "kl": short(divergence(truth, hop)),
+                             "agree": short(agreement(truth, hop))})
             handed.wrote(turn.prompt.reader, turn.answer)
         run.clear()
         return {"hops": hops, "gold_nll": gold_nll, "floor_nll": self._floor}
@@ -159,7 +169,9 @@ class Accuracy:
                 prompt = scene.script.prompt(agent, scene.question, outputs)
                 hop = session.hop(prompt, self._decode(repeat, agent.max_new_tokens), run, writes=agent.name)
                 outputs[agent.name], text = hop.output_ids, hop.text
-                hops.append(hop_record(hop, handed.count(prompt)))
+                known = handed.count(prompt)
+                if known or not hops:
+                    hops.append(hop_record(hop, known))
                 handed.wrote(agent.name, hop.output_ids)
             score = scene.task.score(scene.question, text)
         except PromptTooLong:
