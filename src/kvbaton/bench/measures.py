@@ -126,7 +126,8 @@ class Fidelity:
         self._floor = _gold_nll(scene, reference, scene.script.prompt(scene.task.floor(), scene.question, {}))
 
     def measure(self, scene: Scene, session: Session, repeat: int) -> Record:
-        run, handed, hops, gold_nll = session.start_run(), Handed(), [], None
+        run, handed, gold_nll = session.start_run(), Handed(), None
+        hops: list[Record] = []
         for turn, truth in zip(scene.turns, self._truth, strict=True):
             if turn.prompt.reader == scene.task.decider:
                 gold_nll = _gold_nll(scene, session, turn.prompt, branch(run, turn.prompt))
@@ -162,7 +163,8 @@ class Accuracy:
     def open(self, scene: Scene, reference: Session) -> None: ...
 
     def measure(self, scene: Scene, session: Session, repeat: int) -> Record:
-        run, handed, hops, text = session.start_run(), Handed(), [], ""
+        run, handed, text = session.start_run(), Handed(), ""
+        hops: list[Record] = []
         outputs: dict[str, tuple[int, ...]] = {}
         try:
             for agent in scene.script.agents:
