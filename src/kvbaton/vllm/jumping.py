@@ -39,14 +39,23 @@ class GapJumpScheduler(Scheduler):  # type: ignore[misc]
         return self.connector.chunk(request, num_computed_tokens, tokens) if tokens else tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        jumped: list[tuple[Request, int]] = []
+        jumped: list[tuple[Request, int, int]] = []
         for request in self.running:
             before, to = request.num_computed_tokens, self.connector.jump(request)
             if to > before:
                 request.num_computed_tokens = to
-                jumped.append((request, before))
+                jumped.append((request, before, to))
         output = super().schedule(*args, **kwargs)
-        for request, before in jumped:
-            if request.request_id not in output.num_scheduled_tokens and request.status == RequestStatus.RUNNING:
+        for request, before, to in jumped:
+            if request.request_id in output.num_scheduled_tokens:
+                _count(request, to - before)
+            elif request.status == RequestStatus.RUNNING:
                 request.num_computed_tokens = before
         return output
+
+
+def _count(request: Request, tokens: int) -> None:
+    """Let vLLM's own numbers know of rows that were jumped over, as it knows of claimed ones."""
+    stats = request.prefill_stats
+    if stats is not None and request.num_preemptions == 0:
+        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens + tokens)
