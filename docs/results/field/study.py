@@ -1,18 +1,19 @@
 """The field in one table: every published method on the same prompts, model and pass.
 
-    kvbaton eval TASK --methods METHODS --set random:selector.share=0.207 --out runs/field-TASK.jsonl   (per task)
+    python docs/results/field/study.py eval TASK          fidelity and TTFT, every method interleaved in one process
     python docs/results/field/study.py coverage TASK      KV error removed, beside random rows at the same budget
     python docs/results/field/study.py cost               price of selective recompute at 4,096 tokens
     python docs/results/field/study.py table              README.md from everything that is there
 
-Results lie beside this file. `coverage` goes on where it stopped.
+Results lie beside this file; the full records of `eval` lie in --runs. `eval` and `coverage` go on where they stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from kvbaton.bench.accounting import nominal_reuse
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.cost import selective_cost
 from kvbaton.bench.coverage import Ruler
+from kvbaton.bench.measures import Fidelity
 from kvbaton.bench.profile import calibration
 from kvbaton.bench.result import read
+from kvbaton.bench.runner import Evaluation, Runner
 from kvbaton.bench.stats import mean_interval, paired_difference
 from kvbaton.bench.summary import Summary, handed, mean_over_hops, per_question, scored, summarise
 from kvbaton.bench.tasks import task
@@ -33,17 +36,33 @@ from kvbaton.recipes import Recipe, recipe
 HERE = Path(__file__).parent
 TASKS = ("gsm8k", "hotpotqa-evidence")
 METHODS = ("full-shared", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching", "epic", "prophetkv",
-           "graphflow", "graphflow-bare", "kvcomm", "kvcomm-upstream", "random")
-RANDOM_SHARE = 0.207
-"""CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30."""
+           "graphflow", "graphflow-bare", "kvcomm", "kvcomm-upstream", "kvcomm-open", "kvcomm-upstream-open", "random")
+VARIANTS = {
+    # CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30.
+    "random": ("random", "selector.share=0.207"),
+    # With the gate open, so that both forms of offset are seen on every text that some message is as long as.
+    "kvcomm-open": ("kvcomm", "gate.gamma=1"), "kvcomm-upstream-open": ("kvcomm-upstream", "gate.gamma=1"),
+}
 KEPT = ("kl", "agree", "reuse", "ttft_s")
-PAIRS = (("cacheblend", "random"), ("cacheblend", "cacheblend-bottomright"), ("kvcomm", "kvcomm-upstream"))
+PAIRS = (("cacheblend", "random"), ("cacheblend", "cacheblend-bottomright"), ("kvcomm-open", "kvcomm-upstream-open"))
 """Comparisons that were expected to favour the first."""
 
 
 def method(name: str) -> Recipe:
-    chosen = recipe(name)
-    return override(chosen, f"selector.share={RANDOM_SHARE}") if name == "random" else chosen
+    """A recipe, or a variant of one under its own name."""
+    if name not in VARIANTS:
+        return recipe(name)
+    base, setting = VARIANTS[name]
+    return replace(override(recipe(base), setting), name=name)
+
+
+def evaluate(name: str, model: str, n: int, learn: int, folder: Path | None, out: Path) -> None:
+    spec = Evaluation(task(name), tuple(method(m) for m in ("dense", *METHODS)), n, learn, seed=0, repeats=1,
+                      answer_tokens=64 if name == "gsm8k" else 24, measure=Fidelity())
+    loaded = data.load(spec.task.data_set, None, folder)
+    began = time.monotonic()
+    Runner(load(model), spec, loaded, out, lambda done, total, what: print(
+        f"{time.monotonic() - began:.0f} s: {done}/{total} {what}", flush=True)).run()
 
 
 def coverage(name: str, model: str, n: int, learn: int, folder: Path | None, out: Path) -> None:
@@ -153,18 +172,21 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["coverage", "cost", "table"])
+    parser.add_argument("step", choices=["eval", "coverage", "cost", "table"])
     parser.add_argument("task", nargs="?", default="gsm8k", choices=TASKS)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--n", type=int, default=6)
+    parser.add_argument("--n", type=int, default=None, help="questions; default 20 to evaluate, 6 for coverage")
     parser.add_argument("--learn", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     a = parser.parse_args()
-    if a.step == "coverage":
-        coverage(a.task, a.model, a.n, a.learn, a.data_dir, HERE / f"coverage-{a.task}.jsonl")
+    if a.step == "eval":
+        a.runs.mkdir(parents=True, exist_ok=True)
+        evaluate(a.task, a.model, a.n or 20, a.learn, a.data_dir, a.runs / f"field-{a.task}.jsonl")
+    elif a.step == "coverage":
+        coverage(a.task, a.model, a.n or 6, a.learn, a.data_dir, HERE / f"coverage-{a.task}.jsonl")
     elif a.step == "cost":
         cost(a.model, a.tokens, a.repeats, HERE / "cost.json")
     else:
