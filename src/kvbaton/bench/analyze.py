@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.bench.chain import Chain, replay
-from kvbaton.bench.coverage import Recording, coverage
+from kvbaton.bench.coverage import Recording, Ruler
 from kvbaton.bench.result import Record
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
@@ -172,8 +172,9 @@ def _error_records(method: str, squares: dict[str, Tensor]) -> Iterator[Record]:
 def cover(engine: HFEngine, methods: Sequence[Recipe], chains: Sequence[Chain], learn_from: Sequence[Chain], seed: int,
           step: Step) -> Iterator[Record]:
     """A record a method: share of full-shared error removed, its budget, random rows at that budget."""
+    ruler = Ruler(engine, chains)
     for method in methods:
-        found = coverage(engine, method, chains, learn_from if method.corrector.learns else (), seed)
+        found = ruler.coverage(method, learn_from if method.corrector.learns else (), seed)
         step(method.name)
         yield {"question": "all layers", "method": method.name, "repeat": 0, "removed": found.total,
                "budget": found.budget, "random": found.random, "times_random": found.times_random}
