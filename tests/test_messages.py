@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvbaton.engine.session import Session
 from kvbaton.errors import StoreError, UsageError
 from kvbaton.gates import MessageEntropy
 from kvbaton.kv import KV
+from kvbaton.memory import Memory
 from kvbaton.overrides import override
 from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import recipe
@@ -213,3 +215,17 @@ def test_own_text_that_changes_is_computed() -> None:
         hop = session.hop(changed, ANSWER, run)
     assert [d.action for d in hop.decisions] == ["correct"]
     assert hop.entries.recomputed == 7 * hop.layers
+
+
+def test_a_saved_memory_of_many_edges_corrects_as_before(tmp_path: Path) -> None:
+    """Edges hold the same base: in memory once, in the file each for itself."""
+    method, file = override(recipe("kvcomm"), "gate.gamma=1"), tmp_path / "memory.kvb"
+    with Session(engine(), method, prefix_cache=False) as session:
+        questions(session, 1, 2)
+        session.memory.save(file, engine().identity)
+        before = questions(session, 3)
+    memory = Memory.load(file, method.corrector, engine().geometry, engine().identity)
+    with Session(engine(), method, memory=memory, prefix_cache=False) as fresh:
+        after = questions(fresh, 3)
+    assert not any(hop.dense for hop in after)
+    assert all(torch.equal(one.logits, two.logits) for one, two in zip(before, after, strict=True))

@@ -85,7 +85,7 @@ def write(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str
     scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: _own(t) for name, t in tensors.items()}, scratch, metadata={_KEY: _to_json(manifest)})
+        save_file(_apart(tensors), scratch, metadata={_KEY: _to_json(manifest)})
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, target)
@@ -156,10 +156,18 @@ def _plain(value: object) -> object:
     return value.name if isinstance(value, Enum) else str(value)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor that shares its storage with no other, as safetensors asks."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors that share no storage, as safetensors asks; states of two edges may share a base."""
+    out: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, given in tensors.items():
+        tensor = given.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        out[name] = tensor
+    return out
 
 
 def _to_json(manifest: Manifest) -> str:
