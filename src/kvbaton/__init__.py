@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvbaton.team import Team
     from kvbaton.teamfile import TeamSpec, load_team
     from kvbaton.teamrun import TeamRun
+    from kvbaton.vllm.client import openai_client
 
 __version__ = "0.1.0"
 
@@ -28,11 +29,13 @@ _HOME = {
     "TeamSpec": "kvbaton.teamfile",
     "load": "kvbaton.engine.models",
     "load_team": "kvbaton.teamfile",
+    "openai_client": "kvbaton.vllm.client",
     "recipe": "kvbaton.recipes",
 }
 
 __all__ = [
-    "Agent", "KVBatonError", "Recipe", "Team", "TeamRun", "TeamSpec", "__version__", "load", "load_team", "recipe",
+    "Agent", "KVBatonError", "Recipe", "Team", "TeamRun", "TeamSpec", "__version__", "load", "load_team",
+    "openai_client", "recipe",
 ]
 
 

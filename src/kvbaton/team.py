@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvbaton.agents import Agent, Graph
 from kvbaton.engine.hf import HFEngine
@@ -21,6 +22,9 @@ from kvbaton.recipes import Recipe, recipe
 from kvbaton.references import RunStore
 from kvbaton.teamrun import TeamRun, Turn
 from kvbaton.templates import PREVIOUS
+
+if TYPE_CHECKING:
+    from kvbaton.vllm.client import RemoteEngine, RemoteSession
 
 __all__ = ["Agent", "Graph", "Team", "TeamRun", "Turn", "replay"]
 
@@ -37,12 +41,13 @@ class Team:
     Raises TeamError where the agents do not fit together.
     """
 
-    def __init__(self, agents: Sequence[Agent], *, engine: HFEngine | None = None, method: str | Recipe | None = None,
+    def __init__(self, agents: Sequence[Agent], *, engine: HFEngine | RemoteEngine | None = None,
+                 method: str | Recipe | None = None,
                  session: Session | None = None, inputs: Sequence[str] | None = None, rounds: int = 1,
                  max_new_tokens: int = 128, sampler: Sampler | None = None) -> None:
         self.graph = Graph.of(agents, inputs, rounds)
         self._owned = session is None
-        self.session = _session(engine, method) if session is None else session
+        self.session: Session | RemoteSession = _session(engine, method) if session is None else session
         if session is not None and (engine is not None or method is not None):
             raise UsageError("a session brings its own engine and method: give either session=, or engine= and method=")
         self.text = _codec(self.session)
@@ -143,13 +148,14 @@ def replay(turns: Iterable[Turn], session: Session) -> tuple[HopResult, ...]:
         store.clear()
 
 
-def _session(engine: HFEngine | None, method: str | Recipe | None) -> Session:
+def _session(engine: HFEngine | RemoteEngine | None, method: str | Recipe | None) -> Session | RemoteSession:
     if engine is None:
         raise UsageError("a team needs a model: give engine=load(...) or session=")
-    return Session(engine, method if isinstance(method, Recipe) else recipe(method or "hybrid"))
+    chosen = method if isinstance(method, Recipe) else recipe(method or "hybrid")
+    return Session(engine, chosen) if isinstance(engine, HFEngine) else engine.open_session(chosen)
 
 
-def _codec(session: Session) -> TextCodec:
+def _codec(session: Session | RemoteSession) -> TextCodec:
     if session.engine.text is None:
         raise Unsupported("this engine has no tokenizer: make it with HFEngine(model, tokenizer)")
     return session.engine.text

@@ -13,6 +13,7 @@ from kvbaton.cli import (  # noqa: F401  each registers its commands
     profile,
     report,
     run,
+    serve,
     store,
 )
 from kvbaton.cli.app import app

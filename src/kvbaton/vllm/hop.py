@@ -87,6 +87,7 @@ class Hop:
             refusal = self.refused.get(i)
             segments.append({
                 "share": part.share, "start": part.start, "tokens": part.end - part.start,
+                "loaded": self.loaded.get(i, 0),
                 "action": "recompute" if refusal else verdict.action, "reason": refusal or verdict.reason,
                 "source": verdict.edge.source if verdict.edge else None, "predicted": verdict.predicted})
         return {"group": self.lane.group, "method": str(self.lane.method), "agent": self.reader,

@@ -1,0 +1,96 @@
+"""`kvbaton serve`: vLLM's OpenAI-compatible server, started with the flags that KVBaton needs on the build at hand.
+
+The server is vLLM's own, run as a module: the ``vllm`` command of the CPU build looks for a distribution named
+"vllm", does not find it, and crashes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvbaton.errors import UsageError
+from kvbaton.vllm import CONNECTOR, SCHEDULER, check_version
+from kvbaton.vllm.options import ServerOptions
+
+MODULE = "vllm.entrypoints.openai.api_server"
+
+
+@dataclass(frozen=True)
+class Serve:
+    """What to serve. ``options``: the connector's; ``gap_jump`` False: vLLM's own scheduler; ``extra``: vLLM flags."""
+
+    model: str
+    options: ServerOptions = field(default_factory=ServerOptions)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str | None = None
+    gap_jump: bool = True
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        taken = ("--model", "--kv-transfer-config", "--scheduler-cls", "--host", "--port", "--dtype")
+        for flag in self.extra:
+            if flag.split("=")[0] in taken:
+                raise UsageError(f"{flag.split('=')[0]} is set by kvbaton serve itself: use its own options")
+
+    def command(self, folder: str, cpu: bool) -> list[str]:
+        """The command line. ``folder``: where the model lies, or its hub id; ``cpu``: vLLM's CPU build."""
+        argv = [sys.executable, "-m", MODULE, "--model", folder, "--served-model-name", self.model,
+                "--host", self.host, "--port", str(self.port),
+                "--kv-transfer-config", json.dumps(self.transfer_config()),
+                "--enable-prompt-tokens-details", "--enable-per-request-metrics"]
+        if self.dtype is not None:
+            argv += ["--dtype", self.dtype]
+        if self.gap_jump:
+            argv += ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
+        if cpu and not any(flag.startswith("--block-size") for flag in self.extra):
+            argv += ["--block-size", "32"]
+        return [*argv, *self.extra]
+
+    def transfer_config(self) -> dict[str, Any]:
+        """The value of ``--kv-transfer-config``, with the options that differ from the defaults."""
+        default = ServerOptions()
+        given = {name: value for name, value in vars(self.options).items() if value != getattr(default, name)}
+        return {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": given}
+
+    def environment(self, environ: Mapping[str, str], cpu: bool) -> dict[str, str]:
+        """``environ`` with what is missing: the V1 model runner, and a KV cache of 2 GiB on a CPU."""
+        wanted = {"VLLM_NO_USAGE_STATS": "1"}
+        if self.gap_jump:
+            wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if cpu:
+            wanted["VLLM_CPU_KVCACHE_SPACE"] = "2"
+        return {**wanted, **environ}
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is its CPU build, a distribution of its own."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def folder_of(model: str) -> str:
+    """Where a packaged model lies, converted first if need be; any other name is vLLM's to find."""
+    from kvbaton.engine.models import PACKAGED, dequantise
+
+    packaged = PACKAGED.get(model)
+    return model if packaged is None else str(packaged.folder(dequantise))
+
+
+def run(serve: Serve) -> None:
+    """Become the server: this process is replaced. Raises MissingExtra or Unsupported without a fitting vLLM."""
+    check_version()
+    cpu = is_cpu_build()
+    argv = serve.command(folder_of(serve.model), cpu)
+    sys.stdout.flush()
+    os.execve(argv[0], argv, serve.environment(os.environ, cpu))
