@@ -70,6 +70,7 @@ def hop_record(hop: HopResult, handed: int) -> Record:
         "learn_s": short(hop.learn_s), "reuse": short(hop.effective_reuse_ratio),
         "entries": {"reused": e.reused, "corrected": e.corrected, "recomputed": e.recomputed, "cached": e.cached},
         "extra_entries": hop.extra_entries, "moved_bytes": hop.moved_bytes, "held_bytes": hop.held_bytes,
+        "boundary_bytes": hop.boundary_bytes, "rows_per_layer": list(hop.rows_per_layer),
         "learned_bytes": hop.learned_bytes, "reasons": {reason: said.count(reason) for reason in said},
     }
 
