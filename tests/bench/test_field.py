@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.bench.chain import Turn, agreement, dense_chain, divergence, replay
-from kvbaton.bench.coverage import coverage
+from kvbaton.bench.coverage import Ruler, coverage
 from kvbaton.bench.profile import Profile, Scored, blocks_of, profile_droidspeak, search
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
@@ -66,6 +66,15 @@ def test_coverage_reports_the_budget_and_random_rows_at_it(engine: HFEngine) -> 
     assert 0.0 < found.random < 1.0
     assert 0.0 < found.total < 1.0
     assert found.layers[0] == pytest.approx(1.0, abs=1e-6), "layer 1 is a check layer: computed in full"
+
+
+def test_coverage_of_some_shares_only(engine: HFEngine) -> None:
+    chains, method = [team(engine)], override(recipe("cacheblend"), "selector.share=0.25")
+    parts = [Ruler(engine, chains, frozenset({share})).coverage(method).total for share in ("question", "solver")]
+    assert min(parts) <= coverage(engine, method, chains).total <= max(parts)
+    assert parts[0] != parts[1]
+    with pytest.raises(DataError):
+        Ruler(engine, chains, frozenset({"nobody"}))
 
 
 def test_coverage_needs_an_error_to_cover(engine: HFEngine) -> None:

@@ -71,11 +71,16 @@ def coverage(name: str, model: str, n: int, learn: int, folder: Path | None, out
     chosen, engine = task(name), load(model)
     taught, rows = data.split(data.load(chosen.data_set, None, folder).rows, learn, n, seed=0)
     lessons = calibration(engine, chosen, taught, 64)
-    ruler = Ruler(engine, calibration(engine, chosen, rows, 64))
+    chains = calibration(engine, chosen, rows, 64)
+    whole, peers = Ruler(engine, chains), None
+    if name == "gsm8k":
+        peers = Ruler(engine, chains, frozenset(agent.name for agent in chosen.agents()))
     for each in (m for m in METHODS if m not in done):
-        found = ruler.coverage(method(each), lessons if method(each).corrector.learns else ())
+        taught_by = lessons if method(each).corrector.learns else ()
+        found = whole.coverage(method(each), taught_by)
         with out.open("a") as file:
             line = {"task": name, "method": each, "n": n, "learn": learn, **asdict(found),
+                    "peers": round(peers.coverage(method(each), taught_by).total, 4) if peers and taught_by else None,
                     "layers": [round(x, 4) for x in found.layers]}
             file.write(json.dumps(line) + "\n")
         print(each, f"{found.total:.3f} at budget {found.budget:.3f}, random {found.random:.3f}", flush=True)

@@ -86,10 +86,13 @@ class Recording:
 
 
 class Ruler:
-    """Chains with their dense KV and what full-shared makes of them, computed once for any number of methods."""
+    """Chains with their dense KV and what full-shared makes of them, computed once for any number of methods.
 
-    def __init__(self, engine: HFEngine, chains: Sequence[Chain]) -> None:
-        self._engine, self._chains = engine, chains
+    ``shares``: look at the texts of these shares only; None: at all of them.
+    """
+
+    def __init__(self, engine: HFEngine, chains: Sequence[Chain], shares: frozenset[str] | None = None) -> None:
+        self._engine, self._chains, self._shares = engine, chains, shares
         self._truth = [_held(engine, recipe("dense"), chain) for chain in chains]
         self._plain = [_held(engine, recipe("full-shared"), chain) for chain in chains]
         self._full = torch.zeros(engine.geometry.layers - 1, dtype=torch.float64)
@@ -126,10 +129,10 @@ class Ruler:
                 left += self._error(recording.held, plain, truth)
         return left, recomputed / max(1, entries)
 
-    @staticmethod
-    def _error(held: Held, plain: Held, truth: Held) -> Tensor:
+    def _error(self, held: Held, plain: Held, truth: Held) -> Tensor:
         """``[L-1]`` squared error over the texts that full-shared reuses."""
-        return torch.stack([_squared(held[key], truth[key]) for key, reused in plain.items() if not reused.exact]
+        return torch.stack([_squared(held[key], truth[key]) for key, reused in plain.items()
+                            if not reused.exact and (self._shares is None or key[1] in self._shares)]
                            or [torch.zeros(())]).sum(0)
 
 
