@@ -4,7 +4,7 @@
 
 The ridge is a constant number of tokens, the same for every model, layer and head, and does not touch the mean
 offset; that one is shrunk by the number of texts, because the mean of one text is not the mean of an edge.
-Algorithm and measurements: docs/decisions/0001-affine.md.
+Algorithm and measurements: docs/results/affine/README.md.
 """
 
 from __future__ import annotations

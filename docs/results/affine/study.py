@@ -1,0 +1,212 @@
+"""Divergence of reuse, method by method, after m learned texts: `python docs/results/affine/study.py --help`.
+
+For every text and reader the dense answer is generated once; each method is then forced to that answer and its logits
+compared with the dense ones. All methods start from the same source KV. Nothing is learned from the texts that are
+scored. Rows are appended to a JSONL file; the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from methods import fed_by_pairs, methods
+from tasks import TASKS, Ids, Task
+
+from kvbaton.bench.cast import FrozenMemory, branch, teaching
+from kvbaton.bench.chain import agreement, divergence
+from kvbaton.bench.conditions import conditions
+from kvbaton.bench.result import Journal
+from kvbaton.correctors.base import EdgeState, NoState, no_reveal
+from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.models import load
+from kvbaton.engine.sampling import Force, Generate
+from kvbaton.engine.session import Session
+from kvbaton.gates import Never
+from kvbaton.kv import KV, Geometry
+from kvbaton.memory import Memory
+from kvbaton.prompt import Edge, Prompt
+from kvbaton.recipes import Recipe
+from kvbaton.references import Origin, RunStore
+from kvbaton.selectors.base import AllRows
+
+
+@dataclass
+class Pairs(NoState):
+    """The pairs that a dense hop offers to learn from, kept as they are."""
+
+    pairs: list[tuple[KV, KV]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A corrector that only writes down what it could learn."""
+
+    learns: ClassVar[bool] = True
+    needs_truth: ClassVar[bool] = False
+
+    def new_state(self, geometry: Geometry) -> EdgeState:
+        return Pairs()
+
+    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
+        return False
+
+    def learn(self, state: Any, source: KV, target: KV) -> None:
+        state.pairs.append((source, target))
+
+    def reveal(self, truth: KV, source: KV) -> EdgeState:
+        return no_reveal(truth, source)
+
+
+class Dense:
+    """Dense hops of a task: source KV, pairs to learn from, answers and their logits."""
+
+    def __init__(self, engine: HFEngine, task: Task, folder: Path, written_tokens: int) -> None:
+        self.engine, self.task, self.texts = engine, task, task.texts(folder)
+        self._written = written_tokens
+        self._session = Session(engine, Recipe("tap", "", "", Origin(), Tap(), AllRows(), Never()))
+
+    def source(self, text: int) -> tuple[RunStore, dict[str, Ids]]:
+        """The source's hop: a run that holds the shared text, and what the readers' templates are filled with."""
+        assert self.engine.text is not None
+        fills = self.task.fills(self.engine.text, self.texts[text])
+        run = self._session.start_run()
+        prompt = self.task.prompt(self.engine.text, self.task.source, fills)
+        decode = Generate(self._written if self.task.written else 1)
+        hop = self._session.hop(prompt, decode, run, writes=self.task.share if self.task.written else None)
+        return run, fills | ({self.task.share: hop.output_ids} if self.task.written else {})
+
+    def prompt(self, reader: str, fills: Mapping[str, Ids]) -> Prompt:
+        assert self.engine.text is not None
+        return self.task.prompt(self.engine.text, reader, fills)
+
+    def hop(self, prompt: Prompt, decode: Generate | Force, run: RunStore) -> Any:
+        return self._session.hop(prompt, decode, branch(run, prompt))
+
+    def take_pairs(self) -> list[tuple[Edge, KV, KV]]:
+        """Pairs seen since the last call."""
+        memory, out = self._session.memory, []
+        for edge in memory.edges():
+            out += [(edge, *pair) for pair in memory.state(edge).pairs]  # type: ignore[union-attr]
+            memory.forget(edge)
+        return out
+
+
+class Pupil:
+    """One corrector over one kind of source, with its memory after each number of texts learned."""
+
+    def __init__(self, engine: HFEngine, method: Recipe) -> None:
+        self.method, self._engine = method, engine
+        self.memory = Memory(method.corrector, engine.geometry)
+        self._teacher = None if fed_by_pairs(method) else Session(engine, teaching(method), memory=self.memory)
+
+    def learn(self, pairs: Sequence[tuple[Edge, KV, KV]], prompts: Sequence[Prompt]) -> None:
+        if self._teacher is None:
+            for edge, source, target in pairs:
+                self.memory.learn(edge, source, target)
+        else:
+            for prompt in prompts:
+                self._teacher.hop(prompt, Force((0,)), self._teacher.start_run())
+
+    def snapshot(self) -> FrozenMemory:
+        """What is known now, apart from what is learned later."""
+        frozen = FrozenMemory(self.method.corrector, self._engine.geometry)
+        for edge in self.memory.edges():
+            state = self.method.corrector.new_state(self._engine.geometry)
+            held = self.memory.state(edge)
+            assert held is not None
+            state.from_tensors(dict(held.to_tensors()))
+            if getattr(state, "sums", None) is not None:
+                state.sums = None  # type: ignore[attr-defined]
+            frozen._keep(edge, state)
+        return frozen
+
+
+def lessons(dense: Dense, pupils: Mapping[Any, Pupil], marks: Sequence[int]) -> dict[tuple[Any, int], FrozenMemory]:
+    """Teach every pupil the first ``max(marks)`` texts; their memories at each mark."""
+    known: dict[tuple[Any, int], FrozenMemory] = {}
+    for text in range(max(marks)):
+        run, fills = dense.source(text)
+        prompts = [dense.prompt(reader, fills) for reader in dense.task.readers]
+        for prompt in prompts:
+            dense.hop(prompt, Generate(1), run)
+        pairs = dense.take_pairs()
+        for pupil in pupils.values():
+            pupil.learn(pairs, prompts)
+        if text + 1 in marks:
+            known |= {(name, text + 1): pupil.snapshot() for name, pupil in pupils.items()}
+    return known
+
+
+def study(args: argparse.Namespace, engine: HFEngine, journal: Journal) -> bool:
+    """Measure what is missing; False if the time ran out."""
+    began, task, table = time.monotonic(), TASKS[args.task], methods()
+    chosen = {name: table[name] for name in args.methods.split(",")}
+    marks = [int(m) for m in args.learned.split(",")]
+    dense = Dense(engine, task, args.data, args.written_tokens)
+    family = {name: (method.corrector, type(method.reference), method.private) for name, method in chosen.items()
+              if method.corrector.learns}
+    labels = {(name, m): f"{name}@{m}" if name in family else name for name in chosen for m in marks}
+    todo = [(text, reader) for text in range(args.first, args.first + args.texts) for reader in task.readers
+            if any((f"{task.name}/{reader}/{text}", label, 0) not in journal.done for label in labels.values())]
+    if not todo:
+        return True
+    pupils = {key: Pupil(engine, chosen[name]) for name, key in family.items()}
+    known = lessons(dense, pupils, marks) if pupils else {}
+    sessions = {label: Session(engine, chosen[name], memory=known.get((family.get(name), m)))
+                for (name, m), label in labels.items()}
+    held: tuple[int, tuple[RunStore, dict[str, Ids]]] | None = None
+    for text, reader in todo:
+        if time.monotonic() - began > args.seconds:
+            return False
+        if held is None or held[0] != text:
+            held = text, dense.source(text)
+        run, fills = held[1]
+        prompt = dense.prompt(reader, fills)
+        answer = dense.hop(prompt, Generate(args.answer_tokens), run).output_ids or (0,)
+        truth = dense.hop(prompt, Force(answer), run)
+        dense.take_pairs()
+        for label, session in sessions.items():
+            question = f"{task.name}/{reader}/{text}"
+            if (question, label, 0) in journal.done:
+                continue
+            fresh = RunStore() if session.recipe.reference.encodes_alone else branch(run, prompt)
+            hop = session.hop(prompt, Force(answer), fresh)
+            journal.append({"question": question, "method": label, "repeat": 0, "task": task.name, "reader": reader,
+                            "text": text, "kl": divergence(truth, hop), "agree": agreement(truth, hop),
+                            "answer": len(answer), "shared": hop.shared_tokens, "prompt": hop.prompt_tokens,
+                            "reuse": round(hop.effective_reuse_ratio, 4), "learned_bytes": hop.learned_bytes,
+                            "actions": sorted({decision.action for decision in hop.decisions})})
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--task", default="gsm8k", choices=sorted(TASKS))
+    parser.add_argument("--methods", default="full-shared,full-shared+4,first,shift,affine,hybrid")
+    parser.add_argument("--learned", default="1,2,3,5,10,20", help="numbers of learned texts to score after")
+    parser.add_argument("--first", type=int, default=40, help="first text to score; lessons are texts 0, 1, ..")
+    parser.add_argument("--texts", type=int, default=30)
+    parser.add_argument("--answer-tokens", type=int, default=25)
+    parser.add_argument("--written-tokens", type=int, default=72)
+    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    engine = load(args.model, dtype=args.dtype)
+    identity = {"study": "affine", "model": args.model, "dtype": args.dtype, "task": args.task,
+                "answer_tokens": args.answer_tokens, "written_tokens": args.written_tokens}
+    with Journal.open(args.out, identity, conditions()) as journal:
+        return 0 if study(args, engine, journal) else 75
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    raise SystemExit(main())
