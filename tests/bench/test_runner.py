@@ -161,6 +161,14 @@ def test_a_method_with_other_settings_is_measured_anew(tmp_path: Path) -> None:
     assert kl[0] != kl[1]
 
 
+def test_a_method_that_cannot_run_here_is_named_and_left_out(tmp_path: Path) -> None:
+    from kvbaton.bench.summary import refused, summarise
+
+    got = run(tmp_path / "run.jsonl", spec(("relaycaching", "full-shared")))
+    assert "last layer is 3" in refused(got)["relaycaching"]
+    assert {s.method for s in summarise(got)} == {"dense", "full-shared"}
+
+
 def test_other_seeds_and_settings_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     run(out, spec(n=1, learn=0))

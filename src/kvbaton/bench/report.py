@@ -60,6 +60,8 @@ def _eval_block(run: RunFile) -> Block:
         lead += f"; noise floor (dense with the prefix cache against dense without): {floor.value:.2e} nats a token"
     if left := summary.skipped(run):
         lead += f"; left out, too long for the context: {', '.join(left)}"
+    if refusals := summary.refused(run):
+        lead += "; could not run on this model: " + "; ".join(f"{m} ({why})" for m, why in refusals.items())
     if kind == "accuracy":
         tables.append(_outcomes(found))
     tables.append(_hops_table(run))

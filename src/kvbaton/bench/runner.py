@@ -23,7 +23,7 @@ from kvbaton.bench.tasks.base import Question, Task
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.sampling import Generate
 from kvbaton.engine.session import Session
-from kvbaton.errors import PromptTooLong, UsageError
+from kvbaton.errors import KVBatonError, PromptTooLong, Unsupported, UsageError
 from kvbaton.recipes import Recipe
 from kvbaton.recipes import recipe as recipe_of
 
@@ -86,6 +86,7 @@ class Runner:
         self._script = Script(engine.text, spec.task.agents(), engine.eos_ids)
         self._learn, self._test = questions(spec.task, loaded.rows, spec)
         self._loaded = loaded
+        self._refused: set[str] = set()
         self._writer = Session(engine, recipe_of(DENSE))
 
     def identity(self) -> Mapping[str, Any]:
@@ -154,12 +155,25 @@ class Runner:
             self._spec.measure.open(scene, reference)
             for recipe, session in left:
                 self._step(done, total, f"question {question.id}: {recipe.name}")
-                found = self._spec.measure.measure(scene, session, repeat)
+                done += 1
+                if recipe.name in self._refused:
+                    continue
+                try:
+                    found = self._spec.measure.measure(scene, session, repeat)
+                except (UsageError, Unsupported) as refusal:
+                    self._refuse(journal, recipe, refusal)
+                    continue
                 journal.append({"question": question.id, "method": recipe.name, "repeat": repeat,
                                 "recipe": digest(recipe), **found})
-                done += 1
         self._step(done, total, f"question {question.id} done")
         return done
+
+    def _refuse(self, journal: Journal, recipe: Recipe, refusal: KVBatonError) -> None:
+        """A method that cannot run on this model is noted and left out; dense cannot be left out."""
+        if recipe.name == DENSE:
+            raise refusal
+        self._refused.add(recipe.name)
+        journal.append({"question": f"{ANSWERS}refused", "method": recipe.name, "repeat": 0, "refused": str(refusal)})
 
     def _answers(self, journal: Journal, question: Question) -> Chain | None:
         """The team's dense answers, from the file if they are there; None if a prompt exceeds the context."""

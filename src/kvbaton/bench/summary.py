@@ -166,6 +166,11 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def refused(run: RunFile) -> dict[str, str]:
+    """Methods that could not run on this model, and why."""
+    return {r["method"]: r["refused"] for r in run.records if "refused" in r}
+
+
 def skipped(run: RunFile) -> Sequence[str]:
     """Questions that no method was measured on, because a prompt exceeds the context."""
     return [r["question"].removeprefix(ANSWERS) for r in run.records if r.get("skipped")]

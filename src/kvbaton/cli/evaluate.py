@@ -92,6 +92,7 @@ def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_
     """Run ``spec`` and print its table."""
     from kvbaton.bench import data as sets
     from kvbaton.bench.runner import Runner
+    from kvbaton.bench.summary import refused
     from kvbaton.engine.models import load
 
     loaded = sets.load(spec.task.data_set, data, data_dir)
@@ -100,6 +101,8 @@ def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_
         found = Runner(engine, spec, loaded, out, step).run()
     for line, why in found.corrupt:
         typer.echo(f"kvbaton: {out}, line {line} is corrupt and was left out: {why}", err=True)
+    for method, why in refused(found).items():
+        typer.echo(f"kvbaton: {method} was left out: {why}", err=True)
     emit(_record(found), as_json, lambda: _table(found))
 
 
