@@ -27,7 +27,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: vLLM's choice.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the command (with --json also what it adds to the environment) and stop.")] = False,
+    show: Annotated[bool, typer.Option(
+        "--show", help="Print the command and stop; with --json also what it adds to the environment.")] = False,
     json: Json = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with KVBaton inside. Further options are handed to vLLM as they are."""

@@ -1,4 +1,4 @@
-"""openai_client: a team's engine that is a server. Prompts go as token ids, shared spans are marked, answers come as ids.
+"""openai_client: a team's engine that is a server. Prompts go as ids with shared spans marked, answers come as ids.
 
     Team(agents, engine=openai_client("http://127.0.0.1:8000/v1", "smollm2"), method="hybrid")
 

@@ -26,6 +26,7 @@ from kvbaton.vllm.wire import (
     Lane,
     LaneReport,
     Load,
+    Shared,
     StepOrders,
     StepReport,
     Teach,
@@ -232,30 +233,40 @@ class SchedulerRole:
         return loads
 
     def _leave(self, hop: Hop, table: Sequence[int]) -> None:
-        """Queue the captures of the prompt's shared text, and what its exact rows teach."""
+        """Queue what the prompt's exact rows teach, and the captures of its shared text, once."""
         if hop.captured:
             return
         hop.captured = True
-        recipe = hop.lane.method.recipe()
-        for i, (part, verdict) in enumerate(zip(hop.shared, hop.verdicts or (), strict=True)):
-            source = None if part.source is None else self.books.get(part.source.text)
-            reused = verdict.reused and i not in hop.refused
-            exact = part.end <= hop.exact_until
+        parts = list(enumerate(zip(hop.shared, hop.verdicts or (), strict=True)))
+        held = [None if part.source is None else self.books.get(part.source.text) for part in hop.shared]
+        for i, (part, verdict) in parts:
+            if i in hop.refused or not verdict.reused:
+                self._teach(hop, part, verdict, held[i], table)
+        if not hop.options.save:
+            return
+        keeps = hop.lane.method.recipe().reference.keeps
+        for i, (part, verdict) in parts:
+            source, reused = held[i], verdict.reused and i not in hop.refused
             whole = source is None or source.tokens == part.end - part.start
-            wanted = Keep.REUSED_READS if reused else Keep.EXACT_READS
-            if (recipe.corrector.learns and not reused and exact and verdict.edge is not None and source is not None
-                    and part.source is not None and (source.exact or recipe.learn_approximate)):
-                self._teaches.append(Teach(hop.lane, verdict.edge, part.source, part.start,
-                                           tuple(slots_of(table, part.start, part.end, self.block_size))))
-            if hop.options.save and whole and wanted in recipe.reference.keeps:
-                segment = Segment(hop.prompt.token_ids[part.start:part.end], part.share)
-                self._capture(hop, self.books.offer_read(hop.lane, recipe.reference, segment, hop.reader, part.start,
-                                                         exact), table)
-        if hop.options.save and Keep.EXACT_READS in recipe.reference.keeps:
-            for span in hop.new_text:
-                segment = Segment(hop.prompt.token_ids[span.start:span.end], FOUND_SHARE)
-                self._capture(hop, self.books.offer_read(hop.lane, recipe.reference, segment, hop.reader, span.start,
-                                                         span.end <= hop.exact_until), table)
+            if whole and (Keep.REUSED_READS if reused else Keep.EXACT_READS) in keeps:
+                self._leave_read(hop, Span(part.start, part.end), part.share, table)
+        for span in hop.new_text if Keep.EXACT_READS in keeps else ():
+            self._leave_read(hop, span, FOUND_SHARE, table)
+
+    def _teach(self, hop: Hop, part: Shared, verdict: Verdict, source: Text | None, table: Sequence[int]) -> None:
+        """Queue a lesson if the segment was computed exactly, from a source that may teach."""
+        recipe = hop.lane.method.recipe()
+        if (recipe.corrector.learns and part.end <= hop.exact_until and verdict.edge is not None
+                and part.source is not None and source is not None and (source.exact or recipe.learn_approximate)):
+            self._teaches.append(Teach(hop.lane, verdict.edge, part.source, part.start,
+                                       tuple(slots_of(table, part.start, part.end, self.block_size))))
+
+    def _leave_read(self, hop: Hop, span: Span, share: str, table: Sequence[int]) -> None:
+        """Offer text that this hop read to the recipe's reference; queue its capture if it is wanted."""
+        segment = Segment(hop.prompt.token_ids[span.start:span.end], share)
+        text = self.books.offer_read(hop.lane, hop.lane.method.recipe().reference, segment, hop.reader, span.start,
+                                     exact=span.end <= hop.exact_until)
+        self._capture(hop, text, table)
 
     def _leave_output(self, hop: Hop, table: Sequence[int]) -> None:
         """Queue the capture of what the agent wrote; the last sampled token has no KV."""

@@ -1,0 +1,240 @@
+"""Both roles, driven by a small paged server, against the other engine: same recipe, same state, same logits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import extra_recipes  # noqa: F401
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import PagedServer
+from scenario import Scenario, team
+
+from kvbaton.engine.sampling import Force
+from kvbaton.engine.session import Session
+from kvbaton.prompt import Prompt, Segment
+from kvbaton.recipes import recipe
+from tiny import VOCAB, engine, ids
+
+METHODS = ("full-shared", "moved", "mapped", "mapped-leading", "chained-mapped", "dense")
+TOLERANCE = 2e-4
+"""Logits are of size 10; chunk shapes and the unrotation of captured keys change the last digits."""
+
+
+def small(method: str, seed: int = 1) -> Scenario:
+    """The team's scenario with short texts of this model's vocabulary and fixed answers."""
+    made = team(method, seed)
+    for run in made.runs:
+        for hop in run:
+            hop.parts = [(None if part is None else [t % VOCAB for t in part[:40]], share) for part, share in hop.parts]
+            hop.answer = list(ids(7, seed=len(hop.parts) + run[0].parts[1][0][0]))
+    return made
+
+
+@cache
+def wanted(method: str, family: str, seed: int) -> list[list[tuple[torch.Tensor, list[str]]]]:
+    """Logits and actions of the other engine, hop by hop."""
+    out = []
+    with Session(engine(family), recipe(method), prefix_cache=False) as session:
+        for hops in small(method, seed).runs:
+            store, answers, results = session.start_run(), {}, []
+            for hop in hops:
+                parts = tuple(Segment(tuple(part), share) for part, share in hop.filled(answers))
+                result = session.hop(Prompt(hop.reader, parts), Force(tuple(hop.answer)), store, writes=hop.reader)
+                answers[hop.reader] = hop.answer
+                results.append((result.logits, [d.action for d in result.decisions]))
+            out.append(results)
+    return out
+
+
+def play(server: PagedServer, scenario: Scenario) -> list[list]:
+    out = []
+    for hops in scenario.runs:
+        answers, results = {}, []
+        for hop in hops:
+            prompt, spans = [], []
+            for part, share in hop.filled(answers):
+                if share is not None:
+                    spans.append([len(prompt), len(prompt) + len(part), share])
+                prompt += part
+            asked = {"group": "g", "method": scenario.method, "agent": hop.reader, "spans": spans}
+            results.append(server.serve(prompt, asked, [*hop.answer, 0]))
+            answers[hop.reader] = hop.answer
+        out.append(results)
+    return out
+
+
+def check(server: PagedServer, method: str, seed: int = 1) -> int:
+    """Play and compare; returns the rows that were brought in."""
+    free, moved = len(server.free), 0
+    for run, (served, expected) in enumerate(zip(play(server, small(method, seed)), wanted(method, server.family, seed),
+                                                 strict=True)):
+        for hop, (got, (logits, actions)) in enumerate(zip(served, expected, strict=True)):
+            where = f"run {run}, hop {hop}: {got.told['segments']}"
+            assert [s["action"] for s in got.told["segments"]] == actions, where
+            ours = torch.stack(got.logits[:-1])
+            assert torch.allclose(ours, logits, atol=TOLERANCE, rtol=0), (where, float((ours - logits).abs().max()))
+            assert len(set(got.computed)) + got.told["loaded_tokens"] + got.cached_tokens >= len(got.prompt_token_ids)
+            moved += got.told["loaded_tokens"]
+    assert len(server.free) == free, "blocks leaked"
+    assert not server.role.hops
+    assert set(server.worker.texts) == set(server.role.books.all_ids())
+    assert server.worker.broken is None
+    return moved
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("server", [{"budget": 16}, {"block_size": 16, "prefix_cache": False}], ids=str)
+def test_equals_the_other_engine(method, server) -> None:
+    moved = check(PagedServer(**server), method)
+    assert (moved > 0) == (method != "dense")
+
+
+@pytest.mark.parametrize("family", ["llama-mqa", "llama-mha", "llama3-rope", "llama-yarn", "qwen2", "qwen3"])
+def test_families(family) -> None:
+    """R1, R2, G1: scaled RoPE and every head layout."""
+    assert check(PagedServer(family), "mapped") > 0
+
+
+@settings(max_examples=5)
+@given(st.sampled_from(METHODS), st.sampled_from([4, 8, 16]), st.integers(5, 60), st.booleans(), st.integers(1, 3))
+def test_equals_whatever_the_settings(method, block_size, budget, prefix_cache, seed) -> None:
+    check(PagedServer(block_size=block_size, budget=budget, prefix_cache=prefix_cache, seed=seed), method, seed)
+
+
+def asks(agent: str, start: int, tokens: int, **more) -> dict:
+    return {"agent": agent, "method": "full-shared", "spans": [[start, start + tokens, "q"]], **more}
+
+
+TEXT, ONE, TWO, END = ids(50, 1), ids(16, 2), ids(19, 3), ids(6, 4)
+
+
+def test_the_stock_scheduler_claims_a_prefix_only() -> None:
+    server = PagedServer(gap_jump=False)
+    server.serve(ONE + TEXT + END, asks("a", 16, 50))
+    cold = server.serve(TWO + TEXT + END, asks("b", 19, 50))
+    assert cold.told["loaded_tokens"] == 0
+    server.serve(ONE + ids(9, 9))
+    warm = server.serve(ONE + TEXT + END[::-1], asks("c", 16, 50))
+    assert (warm.cached_tokens, warm.told["loaded_tokens"]) == (16, 50)
+    assert warm.computed == list(range(66, 72))
+
+
+def test_a_refused_load_is_computed() -> None:
+    """P1, with a segment before it and one behind it."""
+    server, plain = PagedServer(), PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50))
+    server.reject = {("r2", 0)}
+    prompt = TWO + TEXT + END + TEXT[:30] + END
+    spans = [[19, 69, "q"], [75, 105, "other"]]
+    got = server.serve(prompt, {"agent": "b", "method": "full-shared", "spans": spans})
+    assert torch.allclose(got.logits[0], plain.serve(prompt).logits[0], atol=TOLERANCE)
+    assert got.told["segments"][0]["reason"] == "injected"
+    assert server.role.counts["rejected:injected"] == 1
+
+
+def test_exact_requests_never_hit_approximate_blocks() -> None:
+    """P7, and that the needle can be found: blocks in front of the first reused row are shared."""
+    server = PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, method="moved"))
+    approximate = server.serve(TWO + TEXT + END, asks("b", 19, 50, method="moved"))
+    again = server.serve(TWO + TEXT + END, asks("b", 19, 50, method="moved"))
+    exact = server.serve(TWO + TEXT + END)
+    assert again.cached_tokens == 72
+    assert exact.cached_tokens == 16
+    assert float((approximate.logits[0] - exact.logits[0]).abs().max()) > 100 * TOLERANCE
+    assert torch.allclose(exact.logits[0], PagedServer().serve(TWO + TEXT + END).logits[0], atol=TOLERANCE)
+    assert torch.allclose(again.logits[0], approximate.logits[0], atol=TOLERANCE)
+
+
+def test_a_batch_equals_single_requests() -> None:
+    server, alone = PagedServer(budget=16), PagedServer(budget=16)
+    orders = [(TWO + TEXT + END, asks("b", 19, 50), (1, 2)), (ids(25, 7) + TEXT, asks("c", 25, 50), (3,)),
+              (TWO + TEXT + END, None, (1, 2)), (ids(30, 8), None, (5, 6))]
+    for one in (server, alone):
+        one.serve(ONE + TEXT + END, asks("a", 16, 50))
+    together = server.serve_all(orders)
+    for got, order in zip(together, orders, strict=True):
+        want = alone.serve(*order)
+        assert torch.allclose(torch.stack(got.logits), torch.stack(want.logits), atol=TOLERANCE)
+
+
+def test_a_preempted_request_loads_again() -> None:
+    """After its blocks went to others, in the middle of a gapped prefill and during decode."""
+    from paged import PagedRequest
+
+    for steps in range(1, 7):
+        server = PagedServer(prefix_cache=False)
+        server.serve(ONE + TEXT + END, asks("a", 16, 50))
+        want = server.serve(TWO + TEXT + END, asks("b", 19, 50), (1, 2, 3, 4))
+        request = PagedRequest(server, "victim", TWO + TEXT + END, asks("b", 19, 50), (1, 2, 3, 4))
+        server.role.arrive(request)
+        for _ in range(steps):
+            server.step([request] if not request.status.name.startswith("FINISHED") else [])
+        if request.status.name == "RUNNING":
+            server.preempt(request)
+            server.serve(ids(200, steps))
+        while not request.status.name.startswith("FINISHED"):
+            server.step([request])
+        assert torch.allclose(torch.stack(request.logits[-4:]), torch.stack(want.logits), atol=TOLERANCE)
+
+
+def test_a_wrong_rotation_is_noticed_and_nothing_is_reused_any_more() -> None:
+    """R2, R5: a rotation off by a factor must not pass in silence."""
+    server = PagedServer()
+    right = server.worker.rope
+    bands = tuple(type(band)(band.inv_freq * 1.05, band.scaling) for band in right.bands)
+    server.worker.rope = type(right)(bands, right.layer_bands, right.head_dim)
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
+    server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped"))
+    assert "RoPE" in server.worker.broken
+    refused = server.serve(ids(12, 8) + TEXT + END, asks("c", 12, 50, method="mapped"))
+    assert refused.told["exact"]
+
+
+def test_a_text_is_dropped_on_both_sides_when_the_store_is_full() -> None:
+    server = PagedServer()
+    server = PagedServer(options={"store_bytes": server.engine.geometry.nbytes(120)})
+    for number in range(5):
+        server.serve(ONE + ids(50, 50 + number) + END, asks("a", 16, 50))
+        assert server.role.books.nbytes <= server.role.options.store_bytes
+        assert set(server.worker.texts) == set(server.role.books.all_ids())
+    assert server.role.books.evicted > 0
+
+
+def test_found_by_content_without_any_mark() -> None:
+    """S4, S5: text of another request's prompt and of its answer, in a new place, by requests that mark nothing."""
+    server = PagedServer(options={"apply": "all", "method": "full-shared", "window": 8, "role_tokens": 8})
+    answer = ids(12, 70)
+    first = server.serve(ONE + TEXT + END, None, answer)
+    assert first.told == {}, "a client that asks nothing is told nothing"
+    got = server.serve(TWO + TEXT + ids(3, 71) + answer[:11] + END, None)
+    assert set(got.computed) == {*range(19), 69, 70, 71, *range(83, 89)}
+    assert server.role.counts["segments_reused"] == 2
+    opted_out = server.serve(TWO + TEXT + END, {"method": "dense"})
+    assert opted_out.told["exact"]
+
+
+def test_what_one_group_stored_another_does_not_find() -> None:
+    server = PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, group="x"))
+    assert server.serve(TWO + TEXT + END, asks("b", 19, 50, group="y")).told["exact"]
+    assert not server.serve(TWO + TEXT + END, asks("b", 19, 50, group="x")).told["exact"]
+
+
+def test_learned_state_is_saved_and_read_again(tmp_path) -> None:
+    """The second start corrects at once what the first one learned; another recipe's file is not used."""
+    servers = []
+    for _ in range(2):
+        server = PagedServer()
+        server.worker.state_dir = tmp_path
+        server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
+        servers.append(server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped")))
+        server.worker.close()
+    assert [s.told["segments"][0]["action"] for s in servers] == ["recompute", "correct"]
+    from kvbaton.store import check_file
+
+    (file,) = tmp_path.glob("*.safetensors")
+    assert check_file(file).edges
