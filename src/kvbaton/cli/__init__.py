@@ -7,6 +7,8 @@ import sys
 from kvbaton.cli import (  # noqa: F401  each registers its commands
     analyze,
     bench,
+    compare,
+    demo,
     evaluate,
     methods,
     models,
