@@ -1,62 +1,14 @@
-"""May a segment be reused at all?"""
+"""Residual: reuse where the correction has proved itself. Ours."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvbaton.correctors.base import EdgeState
-from kvbaton.correctors.messages_state import MessageState
 from kvbaton.correctors.record import Recorded
-from kvbaton.correctors.residuals import ResidualState
 from kvbaton.errors import UsageError
+from kvbaton.gates.base import Verdict
 from kvbaton.kv import KV
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A gate's answer. ``teach``: a dense hop would teach something that is needed, so the whole hop should go dense;
-    otherwise a refused segment is recomputed by itself. ``predicted``: divergence expected, nats a token, if known."""
-
-    accept: bool
-    reason: str
-    teach: bool = False
-    predicted: float | None = None
-
-
-class Gate(Protocol):
-    """Judges one segment before it is reused."""
-
-    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
-        """``state``: what was learned on the edge, if anything; ``start``: position the segment would be used at."""
-        ...
-
-
-@dataclass(frozen=True)
-class Always:
-    """Reuse whatever is there."""
-
-    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
-        return Verdict(True, "always")
-
-
-@dataclass(frozen=True)
-class Never:
-    """Dense prefill, always."""
-
-    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
-        return Verdict(False, "never", teach=True)
-
-
-@dataclass(frozen=True)
-class ExactKey:
-    """Reuse only a text whose residual is stored; any other goes dense, which counts as a sighting. GraphFlow."""
-
-    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
-        if isinstance(state, ResidualState) and source.token_ids in state.held:
-            return Verdict(True, "exact relation")
-        return Verdict(False, "relation not stored", teach=True)
 
 
 @dataclass(frozen=True)
@@ -106,24 +58,3 @@ class Residual:
         if reason is not None:
             return Verdict(False, reason, teach=True, predicted=predicted)
         return Verdict(True, "within target" if self.target is not None else "correction holds", predicted=predicted)
-
-
-@dataclass(frozen=True)
-class MessageEntropy:
-    """Reuse a text that one earlier message is clearly nearest to: entropy of their closeness at most ``gamma`` of its
-    largest value. A text longer than all but one message, or with fewer than two to compare, goes dense. KVCOMM."""
-
-    gamma: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.gamma <= 1.0:
-            raise UsageError(f"gamma is a share of the largest entropy, from 0 to 1, got {self.gamma}")
-
-    def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
-        if not isinstance(state, MessageState) or len(state.usable(len(source))) < 2:
-            return Verdict(False, "fewer than two messages as long", teach=True)
-        weights = state.closeness(source).double()
-        entropy = float(-(weights * weights.clamp_min(1e-40).log2()).sum())
-        most = self.gamma * math.log2(len(weights))
-        reason = f"entropy {entropy:.2f} {'<=' if entropy <= most else '>'} {most:.2f} bits"
-        return Verdict(entropy <= most, reason, teach=entropy > most)
