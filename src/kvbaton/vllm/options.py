@@ -171,7 +171,7 @@ class RequestOptions:
         if "budget" in raw:
             settings.append(f"selector.share={raw['budget']}")
         if "target_divergence" in raw:
-            settings.append(f"gate.target_divergence={raw['target_divergence']}")
+            settings.append(f"gate.target={raw['target_divergence']}")
         method = Method(raw.get("method", self.method.name), self._settings(raw, settings))
         made = replace(self, group=_text(raw, "group", self.group), method=method,
                        agent=_text(raw, "agent", self.agent), output=_text(raw, "output", self.output),
