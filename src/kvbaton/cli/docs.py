@@ -1,4 +1,7 @@
-"""Writes docs/cli.md and docs/methods.md from the code: ``python -m kvbaton.cli.docs docs``. Tested to be current."""
+"""Writes docs/cli.md and docs/methods.md from the code, and the README's proof table from docs/results.
+
+``python -m kvbaton.cli.docs docs``. Tested to be current.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import typer
 
+from kvbaton.bench import proof
 from kvbaton.cli import app
 from kvbaton.cli.methods import methods_markdown
 
@@ -71,3 +75,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for file, text in pages().items():
         (folder / file).write_text(text)
+    readme = folder.parent / "README.md"
+    readme.write_text(proof.splice(readme.read_text(), proof.proof(proof.runs(folder / "results"))))

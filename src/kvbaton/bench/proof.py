@@ -1,0 +1,73 @@
+"""The proof table of the README, drawn from the results of record: nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbaton.bench import speed_table
+from kvbaton.bench.page import Table, markdown_table
+from kvbaton.bench.result import RunFile, read
+from kvbaton.bench.runner import DENSE
+from kvbaton.bench.summary import FULL, summarise
+
+BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
+_ORDER = ("full-shared", "cacheblend", "epic", "relaycaching", "kvcomm", "kvcmas", "shift", "affine", "hybrid")
+
+
+def runs(folder: Path) -> list[RunFile]:
+    """Every results file of a folder, by name."""
+    return [read(path) for path in sorted(folder.glob("*.jsonl"))]
+
+
+def proof(found: Sequence[RunFile]) -> str:
+    """A table of fidelity and speed by method with its conditions; empty if there are no results."""
+    columns: dict[str, dict[str, str]] = {}
+    notes = []
+    for run in found:
+        kind = run.identity.get("measure", run.identity.get("kind"))
+        made = {"fidelity": _fidelity, "single": _speed}.get(str(kind), lambda _: {})(run)
+        columns |= made
+        if made:
+            notes.append(_note(run))
+    methods = [m for m in _ORDER if any(m in column for column in columns.values())]
+    if not methods:
+        return ""
+    rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
+    text = ("Divergence from dense prefill that each method leaves, KL in nats a token over the dense answers, and in "
+            "brackets the share of `full-shared`'s that it takes away; then first tokens against dense.")
+    return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), "\n".join(notes)])
+
+
+def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
+    cells = {}
+    for s in summarise(run):
+        if s.kl is not None and s.method != DENSE:
+            gain = "" if s.recovered is None or s.method == FULL else f" ({s.recovered.value:.0%})"
+            cells[s.method] = f"{s.kl.value:.4f}{gain}"
+    return {f"{run.identity['task']}, {run.identity['model']}": cells}
+
+
+def _speed(run: RunFile) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for line in speed_table.lines(run.records):
+        if line.speed_up is not None and line.method != DENSE:
+            table.setdefault(f"TTFT at {line.shared}", {})[line.method] = f"{line.speed_up:.1f}×"
+    return table
+
+
+def _note(run: RunFile) -> str:
+    last = run.conditions[-1]
+    what = f"{run.identity.get('task', 'speed')}: n {len({r['question'] for r in run.records if 'recipe' in r})}" \
+        if run.identity["kind"] == "eval" else f"speed: {last['repeats']} repeats"
+    dirty = ", dirty" if last["dirty"] else ""
+    return (f"- {what}, learned from {run.identity['learn']}, seed {run.identity['seed']}, {run.identity['model']} "
+            f"{run.identity['dtype']}, {last['device']}, {last['threads']} thread, commit {last['commit']}{dirty}, "
+            f"`{last['command']}`")
+
+
+def splice(readme: str, table: str) -> str:
+    """``readme`` with the table between its two marks; unchanged without marks or without a table."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end and table else readme
