@@ -13,11 +13,13 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from kvbaton.correctors.affine import Affine
+from kvbaton.correctors.anchors import Anchors
 from kvbaton.correctors.base import Corrector, NoCorrection
 from kvbaton.correctors.messages import AbsoluteMessages, Messages
+from kvbaton.correctors.oracle import Oracle
 from kvbaton.correctors.residuals import Residuals
 from kvbaton.errors import UnknownName, UsageError
-from kvbaton.gates import Always, ExactKey, Gate, MessageEntropy, Never, Residual
+from kvbaton.gates import Always, Entropy, ExactKey, Gate, MessageEntropy, Never, Residual
 from kvbaton.references import Chained, Isolated, Nothing, Origin, Reference
 from kvbaton.selectors.attention import QueryAttention
 from kvbaton.selectors.base import AllRows, NoRows, Selector
@@ -129,6 +131,12 @@ def full_shared() -> Recipe:
 
 
 @register
+def prompt_cache() -> Recipe:
+    return Recipe("prompt-cache", "Reuse of texts encoded alone, without correction.",
+                  "Prompt Cache, arXiv 2311.04934", Isolated())
+
+
+@register
 def droidspeak() -> Recipe:
     """Its block is SmolLM2's best of three layers (docs/results/field); `kvbaton profile` finds any other model's."""
     return Recipe("droidspeak", "Recompute one block of layers for every reused row, from kept hidden states.",
@@ -191,6 +199,24 @@ def kvcomm_upstream() -> Recipe:
 
 
 @register
+def kvcmas() -> Recipe:
+    return Recipe("kvcmas", "Add the mixed low-rank offsets of earlier texts to what the agent before holds.",
+                  "KVCMAS", Chained(), Anchors(rank=32), gate=Entropy())
+
+
+@register
+def kvcmas_isolated() -> Recipe:
+    return replace(kvcmas(), name="kvcmas-isolated", paper="KVCMAS's ablation", reference=Isolated(),
+                   summary="KVCMAS from texts encoded alone.")
+
+
+@register
+def kvcmas_origin() -> Recipe:
+    return replace(kvcmas(), name="kvcmas-origin", paper="KVCMAS's ablation", reference=Origin(),
+                   summary="KVCMAS from what the first exact owner made, never replaced.")
+
+
+@register
 def random() -> Recipe:
     return Recipe("random", "Recompute random rows: the control of every selection.", "-", Chained(),
                   selector=RandomRows(share=0.15))
@@ -212,3 +238,9 @@ def affine() -> Recipe:
 def hybrid() -> Recipe:
     return Recipe("hybrid", "The same, and the first tenth of every text recomputed (4 to 64 rows).", "ours",
                   Origin(), Affine(), Leading(share=0.1, min_rows=4, max_rows=64), Residual(), lead_rows=4)
+
+
+@register
+def oracle() -> Recipe:
+    return Recipe("oracle", "Add the true offset: the upper bound of every correction; not a method.", "-",
+                  Chained(), Oracle())
