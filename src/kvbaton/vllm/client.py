@@ -16,7 +16,7 @@ from kvbaton.engine.sampling import Force, Generate, Greedy, Sampled
 from kvbaton.engine.text import TextCodec
 from kvbaton.errors import MissingExtra, Unsupported, UsageError
 from kvbaton.memory import ModelIdentity
-from kvbaton.prompt import Prompt
+from kvbaton.prompt import Prompt, agent_of
 from kvbaton.recipes import Recipe, names, recipe
 from kvbaton.references import RunStore
 from kvbaton.vllm.options import PARAMS_KEY
@@ -102,7 +102,7 @@ class RemoteSession:
         from openai import APIConnectionError, APIStatusError
 
         spans = [[span.start, span.end, segment.share] for _, segment, span, _ in prompt.shared()]
-        wish = {"group": self.engine.group, "method": self.recipe.name, "agent": prompt.reader, "spans": spans,
+        wish = {"group": self.engine.group, "method": self.recipe.name, "agent": prompt.role, "spans": spans,
                 "output": writes or prompt.reader, "save": writes is not None or bool(spans)}
         extra = {"kv_transfer_params": {PARAMS_KEY: wish}, "return_token_ids": True, "add_special_tokens": False,
                  "stop_token_ids": sorted(decode.stop_ids), **_top_k(decode)}
@@ -130,8 +130,8 @@ def _result(prompt: Prompt, answer: dict[str, Any], ids: tuple[int, ...], stoppe
     moved = {action: sum(s["loaded"] for s in segments if s["action"] == action) for action in ("reuse", "correct")}
     entries = Entries(reused=moved["reuse"], corrected=moved["correct"], cached=cached,
                       recomputed=len(prompt) - sum(moved.values()) - cached)
-    decisions = tuple(Decision(s["share"], s["source"], s["tokens"], s["action"], s["reason"], s["predicted"])
-                      for s in segments)
+    decisions = tuple(Decision(s["share"], agent_of(s["source"]) if s["source"] else None, s["tokens"], s["action"],
+                               s["reason"], s["predicted"]) for s in segments)
     taken = sum(s["tokens"] for s in segments if s["action"] != "recompute")
     return HopResult(
         reader=prompt.reader, prompt_tokens=len(prompt), layers=1,

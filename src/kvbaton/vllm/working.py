@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.correctors.base import Correction, LayerKV
+from kvbaton.correctors.record import Recorded
 from kvbaton.errors import KVBatonError, StoreError
 from kvbaton.kv import KV, Geometry
 from kvbaton.memory import Memory, ModelIdentity
@@ -182,6 +183,9 @@ class WorkerRole:
             if source is not None:
                 run.put(segment, source)
         plan = make_plan(prompt, recipe, run, self.memory(judge.lane), RunStore())
+        for step in plan.reused:
+            if isinstance(step.state, Recorded):
+                step.state.record.reused_once()
         return tuple(Verdict(step.action.value, self.broken or step.reason, step.edge, step.predicted)
                      for step in plan.steps)
 
