@@ -36,15 +36,15 @@ from kvbaton.recipes import Recipe, recipe
 HERE = Path(__file__).parent
 TASKS = ("gsm8k", "hotpotqa-evidence")
 METHODS = ("full-shared", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching", "epic", "prophetkv",
-           "graphflow", "graphflow-bare", "kvcomm", "kvcomm-upstream", "kvcomm-open", "kvcomm-upstream-open", "random")
+           "graphflow", "graphflow-bare", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas", "random-matched")
 VARIANTS = {
     # CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30.
-    "random": ("random", "selector.share=0.207"),
+    "random-matched": ("random", "selector.share=0.207"),
     # With the gate open, so that both forms of offset are seen on every text that some message is as long as.
     "kvcomm-open": ("kvcomm", "gate.gamma=1"), "kvcomm-upstream-open": ("kvcomm-upstream", "gate.gamma=1"),
 }
 KEPT = ("kl", "agree", "reuse", "ttft_s")
-PAIRS = (("cacheblend", "random"), ("cacheblend", "cacheblend-bottomright"), ("kvcomm-open", "kvcomm-upstream-open"))
+PAIRS = (("cacheblend", "random-matched"), ("cacheblend", "cacheblend-bottomright"), ("kvcomm-open", "kvcomm-upstream-open"))
 """Comparisons that were expected to favour the first."""
 
 
@@ -58,7 +58,7 @@ def method(name: str) -> Recipe:
 
 def evaluate(name: str, model: str, n: int, learn: int, folder: Path | None, out: Path) -> None:
     spec = Evaluation(task(name), tuple(method(m) for m in ("dense", *METHODS)), n, learn, seed=0, repeats=1,
-                      answer_tokens=64 if name == "gsm8k" else 24, measure=Fidelity())
+                      answer_tokens=32 if name == "gsm8k" else 24, measure=Fidelity())
     loaded = data.load(spec.task.data_set, None, folder)
     began = time.monotonic()
     Runner(load(model), spec, loaded, out, lambda done, total, what: print(
@@ -70,8 +70,8 @@ def coverage(name: str, model: str, n: int, learn: int, folder: Path | None, out
     done = {json.loads(line)["method"] for line in out.read_text().splitlines()} if out.exists() else set()
     chosen, engine = task(name), load(model)
     taught, rows = data.split(data.load(chosen.data_set, None, folder).rows, learn, n, seed=0)
-    lessons = calibration(engine, chosen, taught, 64)
-    chains = calibration(engine, chosen, rows, 64)
+    lessons = calibration(engine, chosen, taught, 32)
+    chains = calibration(engine, chosen, rows, 32)
     whole, peers = Ruler(engine, chains), None
     if name == "gsm8k":
         peers = Ruler(engine, chains, frozenset(agent.name for agent in chosen.agents()))
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("task", nargs="?", default="gsm8k", choices=TASKS)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--n", type=int, default=None, help="questions; default 20 to evaluate, 6 for coverage")
-    parser.add_argument("--learn", type=int, default=12)
+    parser.add_argument("--learn", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=None)
