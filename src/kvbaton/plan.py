@@ -99,7 +99,7 @@ def _judge(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, index:
     if source is None:
         absent = recipe.reference.absent
         return Step(index, segment, span, Action.RECOMPUTE, absent), Verdict(False, absent)
-    edge = Edge(segment.share or "", source.source, prompt.reader, slot)
+    edge = Edge(segment.share or "", source.source, prompt.role, slot)
     corrector = recipe.corrector
     state = corrector.reveal(truth[index], source) if corrector.needs_truth else memory.state(edge)
     if corrector.learns and (state is None or state.texts == 0):
@@ -143,7 +143,7 @@ def _anchored_private(prompt: Prompt, recipe: Recipe, memory: Memory, own: RunSt
         if alone is None:
             continue
         source = replace(alone, before=front.source)
-        edge = Edge(f"behind {front.edge.share} {behind.key[:8]}", prompt.reader, prompt.reader, front.edge.slot)
+        edge = Edge(f"behind {front.edge.share} {behind.key[:8]}", prompt.role, prompt.role, front.edge.slot)
         state = memory.state(edge)
         if front.action is Action.RECOMPUTE:
             steps.append(Step(index, behind, prompt.spans[index], front.action, front.reason, edge, source, state))

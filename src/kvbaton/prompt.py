@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvbaton.errors import UsageError
@@ -57,7 +57,7 @@ class Segment:
 class Edge:
     """What learned state belongs to: text of ``share`` moving from ``source`` to ``reader``.
 
-    ``source`` and ``reader`` are role names; ``slot`` counts repeats of one share in a prompt.
+    ``source`` and ``reader`` are roles (`Prompt.role`); ``slot`` counts repeats of one share in a prompt.
     """
 
     share: str
@@ -70,12 +70,21 @@ class Edge:
         return f"{self.share}{slot}: {self.source} -> {self.reader}"
 
 
+def agent_of(role: str) -> str:
+    """Name of the agent that has this `Prompt.role`."""
+    return role.partition("~")[0]
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """One agent's whole prompt. No token exists outside a segment."""
+    """One agent's whole prompt. No token exists outside a segment.
+
+    ``template``: short hash of the templates it was made from, where there were any.
+    """
 
     reader: str
     segments: tuple[Segment, ...]
+    template: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -83,6 +92,12 @@ class Prompt:
 
     def __len__(self) -> int:
         return sum(len(s) for s in self.segments)
+
+    @property
+    def role(self) -> str:
+        """The reader under this template, ``critic~1f0c2a9e``: what is learned belongs to it, so that an agent whose
+        role prompt was changed starts anew."""
+        return f"{self.reader}~{self.template}" if self.template else self.reader
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

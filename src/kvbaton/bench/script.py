@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvbaton.agents import Agent, Graph
 from kvbaton.bench.chain import Turn
@@ -52,4 +53,4 @@ def own(prompt: Prompt, shares: frozenset[str]) -> Prompt:
             segments[-1] = Segment(segments[-1].token_ids + segment.token_ids)
         else:
             segments.append(Segment(segment.token_ids) if mine else segment)
-    return Prompt(prompt.reader, tuple(segments))
+    return replace(prompt, segments=tuple(segments))

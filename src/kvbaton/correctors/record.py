@@ -17,6 +17,8 @@ from kvbaton.correctors.fading import Fading
 from kvbaton.errors import InvariantError, StoreError
 from kvbaton.kv import KV
 
+USUAL, USUAL_WEIGHT = 1.25, 2.0
+"""Novelty that an edge's own texts have when they are new, and how many texts this counts for."""
 NEGLIGIBLE = 1e-6
 """Squared relative error below which nothing needs correcting: equal prefixes leave the rounding of the KV's dtype."""
 
@@ -28,7 +30,7 @@ class Record:
     ``learned``: dense hops learned from. ``reused``: hops that reused the edge's segment. ``audits``: hops of which
     the divergence of reuse was measured. ``latest``: error of the last dense hop.
     ``offset``: squared error of the values without correction, relative to the values, mean over layers above 0;
-    ``error``: the same with the correction. ``level``: novelty of the texts learned from, before they were.
+    ``error``: the same with the correction. ``level``: novelty of the texts that came.
     ``divergence``: measured, nats a token; ``audited``: the error that the same hop showed.
     """
 
@@ -52,8 +54,11 @@ class Record:
         if novelty is not None:
             self.level.add(novelty)
 
-    def reused_once(self) -> None:
+    def reused_once(self, novelty: float | None) -> None:
+        """A text of this novelty was reused."""
         self.reused += 1
+        if novelty is not None:
+            self.level.add(novelty)
 
     def audited_once(self, divergence: float) -> None:
         """The hop that was learned from last would have diverged by ``divergence`` if it had reused."""
@@ -78,9 +83,9 @@ class Record:
         return self.learned / (self.learned + self.reused + 1)
 
     def unlike(self, novelty: float | None) -> float:
-        """``novelty`` over that of the texts learned when they were new; 1 where there is nothing to compare."""
-        usual = self.level.mean
-        return novelty / usual if novelty is not None and usual else 1.0
+        """``novelty`` over its usual level on this edge; 1 where nothing was learned."""
+        usual = (self.level.total + USUAL * USUAL_WEIGHT) / (self.level.weight + USUAL_WEIGHT)
+        return 1.0 if novelty is None else novelty / usual
 
     @property
     def predicted(self) -> float | None:

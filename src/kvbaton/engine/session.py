@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvbaton.engine.audit import Audit, Auditor
 from kvbaton.engine.cache import PrefixCache, SplicedCache
 from kvbaton.engine.capture import Capture, Captures
 from kvbaton.engine.decode import Answer, OnToken, begin_answer
@@ -27,7 +28,7 @@ from kvbaton.errors import PromptTooLong, UsageError
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
 from kvbaton.plan import Plan, Step, make_plan, own_text
-from kvbaton.prompt import Prompt, Segment, Span
+from kvbaton.prompt import Prompt, Segment, Span, agent_of
 from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import ALONE, Keep, RunStore
 
@@ -37,10 +38,11 @@ class Session:
 
     ``memory``: what was learned before (None: nothing yet); ``budget_bytes``: limit on what is learned;
     ``prefix_cache``: exact reuse of an agent's own role prompt across runs, the same for every method.
+    ``audit``: share of reuse hops that are also run dense, off the TTFT path, to measure and to teach; `engine.audit`.
     """
 
     def __init__(self, engine: HFEngine, recipe: Recipe, memory: Memory | None = None,
-                 budget_bytes: int | None = None, prefix_cache: bool = True) -> None:
+                 budget_bytes: int | None = None, prefix_cache: bool = True, audit: float = 0.0) -> None:
         if memory is not None and memory.corrector != recipe.corrector:
             raise UsageError(f"the memory was learned by {memory.corrector}, recipe {recipe.name!r} "
                              f"corrects with {recipe.corrector}")
@@ -49,6 +51,7 @@ class Session:
         self._prefixes = PrefixCache() if prefix_cache else PrefixCache(budget_bytes=0)
         self._own: dict[str, RunStore] = {}
         self._learner = Learner(self.memory)
+        self._auditor = Auditor(engine, self.memory, audit)
         self._busy = threading.Lock()
 
     def start_run(self) -> RunStore:
@@ -87,16 +90,19 @@ class Session:
             first = self.engine.logits(splice.prefill())[0]
             answer = begin_answer(self.engine, decode, first, submit)
             held = {step.index: splice.held(step.index) for step in plan.steps}
+            audit = self._auditor.begin(prompt, plan, self.recipe, cache, first)
             self._learn(plan, held)
             written = self._capture(Span(len(prompt), len(prompt) + answer_tokens))
             answer.finish(cache, written, on_token)
             learn_s = self._learner.drain()
+            actual = None if audit is None else self._close_audit(audit, answer)
+            self._auditor.note(plan)
             self._save_prefix(prompt, cache)
             self._hand_on(prompt, plan, splice, held, run)
             if writes is not None and answer.ids and Keep.WRITTEN in self.recipe.reference.keeps:
-                kv = written.kv(prompt.reader, exact=plan.dense, tokens=len(answer.ids))
+                kv = written.kv(prompt.role, exact=plan.dense, tokens=len(answer.ids))
                 self.recipe.reference.wrote(Segment(tuple(answer.ids), writes), kv, run)
-            return self._result(prompt, plan, plan_s, splice, prefix, answer, run, learn_s, extra)
+            return self._result(prompt, plan, plan_s, splice, prefix, answer, run, learn_s, extra, actual)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -157,7 +163,7 @@ class Session:
         captures = {index: self._capture(span) for index, _, span, _ in prompt.shared()}
         self.engine.forward(self.engine.new_cache(len(prompt)), self.engine.tensor(prompt.token_ids),
                             self.engine.rows(0, len(prompt)), Captures(list(captures.values())))
-        return {index: capture.kv(prompt.reader, exact=True) for index, capture in captures.items()}
+        return {index: capture.kv(prompt.role, exact=True) for index, capture in captures.items()}
 
     def _load_prefix(self, prompt: Prompt, cache: SplicedCache) -> int:
         """Copy the role prompt's exact KV into the cache; returns its tokens (never the prompt's last one)."""
@@ -185,6 +191,15 @@ class Session:
                 assert target is not None
                 self._learner.submit(step.edge, step.source, target)
 
+    def _close_audit(self, audit: Audit, answer: Answer) -> float:
+        """Run the hop the other way, learn from it if that is the exact way; the measured divergence."""
+        actual = audit.run(tuple(answer.ids))
+        if not audit.plan.dense:
+            self._learn(audit.plan, audit.held)
+            self._learner.drain()
+        self._auditor.record(audit.plan, actual)
+        return actual
+
     def _teaches(self, step: Step, target: KV | None) -> bool:
         exact_source = step.source is not None and (step.source.exact or self.recipe.learn_approximate)
         return step.edge is not None and exact_source and target is not None and target.exact
@@ -204,12 +219,13 @@ class Session:
                     own.put(own_text(segment, index), kv)
 
     def _result(self, prompt: Prompt, plan: Plan, plan_s: float, splice: Splice, prefix: int, answer: Answer,
-                run: RunStore, learn_s: float, extra: int) -> HopResult:
+                run: RunStore, learn_s: float, extra: int, actual: float | None) -> HopResult:
         layers = self.engine.geometry.layers
         cached, total = prefix * layers, len(prompt) * layers
         reused = total - cached - splice.recomputed - splice.corrected
-        decisions = tuple(Decision(step.segment.share, step.edge.source if step.edge else None, len(step.span),
-                                   step.action.value, step.reason, step.predicted) for step in plan.steps)
+        decisions = tuple(
+            Decision(step.segment.share, agent_of(step.edge.source) if step.edge else None, len(step.span),
+                     step.action.value, step.reason, step.predicted) for step in plan.steps)
         text = "" if self.engine.text is None else self.engine.text.decode(tuple(answer.ids))
         return HopResult(
             reader=prompt.reader, prompt_tokens=len(prompt), layers=layers,
@@ -220,5 +236,5 @@ class Session:
             extra_entries=extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
             moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, boundary_bytes=run.boundary_bytes,
             learned_bytes=self.memory.nbytes, learn_s=learn_s,
-            dense=plan.dense, logits=answer.logits)
+            dense=plan.dense, logits=answer.logits, divergence=actual)
 

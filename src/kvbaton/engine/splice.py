@@ -88,15 +88,15 @@ class Splice(Watch):
 
     def held(self, index: int) -> KV | None:
         """What the reader now holds of segment ``index``: None where the recipe keeps nothing of it."""
-        reader = self._prompt.reader
+        role = self._prompt.role
         if index in self._captures:
-            return self._captures[index].kv(reader, exact=self._prompt.spans[index].end <= self._plan.exact_until)
+            return self._captures[index].kv(role, exact=self._prompt.spans[index].end <= self._plan.exact_until)
         reused = next((r for r in self._reused if r.step.index == index), None)
         if reused is None or Keep.REUSED_READS not in self._recipe.reference.keeps:
             return None
         if reused.held is None:
-            return replace(reused.source, source=reader, start=reused.step.span.start, exact=False)
-        return replace(reused.held.kv(reader, exact=False), boundary=reused.source.boundary)
+            return replace(reused.source, source=role, start=reused.step.span.start, exact=False)
+        return replace(reused.held.kv(role, exact=False), boundary=reused.source.boundary)
 
     def _prepare(self, step: Step) -> _Reused:
         if step.source is None:

@@ -11,6 +11,7 @@ in one go, so a prompt without placeholders has the very ids that transformers g
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -62,7 +63,8 @@ class TextCodec:
                 segments += [Segment(own)] if own else []
                 segments.append(Segment(fills[piece.share], piece.share))
                 own = ()
-        return Prompt(reader, (*segments, Segment(own)) if own else tuple(segments))
+        stamp = hashlib.blake2b(f"{system}\0{user}".encode(), digest_size=4).hexdigest()
+        return Prompt(reader, (*segments, Segment(own)) if own else tuple(segments), stamp)
 
     def encode(self, text: str) -> TokenIds:
         """Ids of user text: no BOS, no dummy prefix space; control tokens in it stay text."""

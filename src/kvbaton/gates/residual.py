@@ -20,7 +20,7 @@ class Residual:
 
     - the correction leaves as much error as it takes away, out of sample (where there is any error worth the name);
     - ``target``: the predicted divergence of reuse is above it, nats a token, or none was measured yet;
-    - the text is more than ``foreign`` times as unlike the texts learned as those were when they were new;
+    - the text is more than ``foreign`` times as unlike the texts learned as this edge's texts usually are;
     - ``dense_share``: fewer of the edge's hops than that were dense so far.
 
     Needs a corrector whose state keeps a record, such as `Affine`. Rule and measurements:
