@@ -7,6 +7,7 @@ import sys
 from kvbaton.cli import (  # noqa: F401  each registers its commands
     analyze,
     bench,
+    bench_serving,
     compare,
     demo,
     evaluate,

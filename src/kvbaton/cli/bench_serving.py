@@ -1,0 +1,80 @@
+"""`kvbaton bench serving`: teams with dependent hops against a real vLLM server."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbaton.cli.app import Json, emit, table
+from kvbaton.cli.bench import bench
+from kvbaton.cli.evaluate import StepDisplay
+
+_SHOWN = ("offered_per_s", "achieved_per_s", "ttft_s_p50", "ttft_s_p99", "later_ttft_s_p50", "tpot_s_p50", "task_s_p50",
+          "goodput_per_s", "computed_tokens", "reused_tokens", "store_mib", "saturated")
+
+
+@bench.command()
+def serving(
+    model: Annotated[str, typer.Argument(help="What the server serves; started here unless --base-url is given.")],
+    methods: Annotated[str, typer.Option(help="Comma-separated; dense is vLLM with its prefix cache.")] =
+        "dense,full-shared,affine,hybrid",
+    qps: Annotated[str, typer.Option(help="Teams a second, comma-separated.")] = "0.25,0.5,1,2",
+    teams: Annotated[int, typer.Option(help="Teams a cell.", min=1)] = 8,
+    agents: Annotated[int, typer.Option(help="Agents a team.")] = 4,
+    shared: Annotated[int, typer.Option(help="Shared tokens a team.")] = 2048,
+    role: Annotated[int, typer.Option(help="Tokens of an agent's role prompt.")] = 64,
+    private: Annotated[int, typer.Option(help="Tokens of an agent's own text behind the shared one.")] = 96,
+    output: Annotated[int, typer.Option(help="Tokens of every answer.")] = 32,
+    arrivals: Annotated[str, typer.Option(help="poisson or fixed.")] = "poisson",
+    trace: Annotated[Path | None, typer.Option(help="Replay a recorded trace (JSONL), generate none.")] = None,
+    repeats: Annotated[int, typer.Option(help="Repeats of every cell.", min=1)] = 1,
+    warm_up: Annotated[int, typer.Option(help="Unmeasured teams a method, from which it learns.")] = 3,
+    ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", help="Seconds to a first token that count as good.")] = 5.0,
+    vocabulary: Annotated[str, typer.Option(help="Range of token ids that texts are drawn from.")] = "100,30000",
+    base_url: Annotated[str | None, typer.Option(help="A server that runs already: http://host:8000/v1.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the server that is started here.")] = 8311,
+    seed: Annotated[int, typer.Option(help="Of arrivals and texts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Results file; default runs/serving-MODEL.jsonl.")] = None,
+    serve: Annotated[list[str] | None, typer.Option("--serve", help="A flag for `kvbaton serve`. Repeatable.")] = None,
+    json: Json = False,
+) -> None:
+    """TTFT, task latency and goodput of agent teams over arrival rates; methods interleaved on one server."""
+    from kvbaton.bench.conditions import conditions
+    from kvbaton.bench.result import Journal, read
+    from kvbaton.bench.serving import Server
+    from kvbaton.bench.serving_run import Grid, measure, started
+    from kvbaton.bench.serving_trace import Shape, generate, load
+    from kvbaton.errors import UsageError
+
+    try:
+        rates = [float(part) for part in qps.split(",")]
+        low, high = (int(part) for part in vocabulary.split(","))
+    except ValueError:
+        raise UsageError("--qps wants numbers and --vocabulary two whole numbers, separated by commas") from None
+    shape = Shape(agents, shared, role, private, output)
+    played = load(trace) if trace else generate(shape, teams, 1.0, arrivals, seed)
+    grid = Grid(played, methods.split(","), rates, repeats, warm_up, seed, ttft_slo_s)
+    url = base_url or f"http://127.0.0.1:{port}/v1"
+    out = out or Path("runs") / f"serving-{Path(model).name}.jsonl"
+    identity = {"kind": "analyze", "what": "serving", "title": f"serving, {model}", "model": model, "seed": seed,
+                "trace": trace.name if trace else f"{shape}, {arrivals}", "warm_up": warm_up, "ttft_slo_s": ttft_slo_s,
+                "note": "Seconds on the client's clock, queueing included. Dependent hops. dense: vLLM with its prefix "
+                        "cache."}
+    made = {**conditions(), "n": len(played), "repeats": repeats}
+    command = [sys.executable, "-c", "from kvbaton.cli import main; main()", "serve", model, "--port", str(port),
+               *(serve or ())]
+    with (nullcontext() if base_url else started(command, url), Journal.open(out, identity, made) as journal,
+          StepDisplay("bench serving") as step):
+        step(0, grid.cells, "warming up")
+        for i, record in enumerate(measure(Server(url, model, (low, high)), grid, journal.done), 1):
+            journal.append(record)
+            step(i, grid.cells, f"{record['question']}, {record['method']}")
+    records = read(out).records
+    rows = [[r["question"], r["method"], *(f"{r[c]:.4g}" if isinstance(r.get(c), float) else str(r.get(c, "-"))
+                                           for c in _SHOWN)] for r in records]
+    emit({"file": str(out), "identity": identity, "conditions": made, "records": list(records)}, json,
+         lambda: table(f"bench serving, {model}", ["rate", "method", *_SHOWN], rows, right=_SHOWN, caption=str(out)))
