@@ -81,6 +81,14 @@ class Dense:
         hop = self._session.hop(prompt, decode, run, writes=self.task.share if self.task.written else None)
         return run, fills | ({self.task.share: hop.output_ids} if self.task.written else {})
 
+    def replay(self, session: Session, fills: Mapping[str, Ids]) -> RunStore:
+        """The source's hop in ``session``, for methods that want more of it than its keys and values."""
+        run = session.start_run()
+        decode = Force(fills[self.task.share] if self.task.written else (0,))
+        session.hop(self.prompt(self.task.source, fills), decode, run,
+                    writes=self.task.share if self.task.written else None)
+        return run
+
     def prompt(self, reader: str, fills: Mapping[str, Ids]) -> Prompt:
         assert self.engine.text is not None
         return self.task.prompt(self.engine.text, reader, fills)
@@ -127,7 +135,7 @@ class Pupil:
         return frozen
 
 
-def lessons(dense: Dense, pupils: Mapping[Any, Pupil], marks: Sequence[int]) -> dict[tuple[Any, int], FrozenMemory]:
+def lessons(dense: Dense, pupils: Mapping[Any, Pupil], marks: set[int]) -> dict[tuple[Any, int], FrozenMemory]:
     """Teach every pupil the first ``max(marks)`` texts; their memories at each mark."""
     known: dict[tuple[Any, int], FrozenMemory] = {}
     for text in range(max(marks)):
@@ -143,23 +151,35 @@ def lessons(dense: Dense, pupils: Mapping[Any, Pupil], marks: Sequence[int]) -> 
     return known
 
 
+def wanted(args: argparse.Namespace) -> list[str]:
+    """Labels of what is scored: ``affine@1,10`` is the method ``affine`` after 1 and after 10 texts."""
+    out = []
+    for part in args.methods.split():
+        name, at, marks = part.partition("@")
+        out += [f"{name}@{m}" for m in marks.split(",")] if at else [name]
+    return out
+
+
+def family(method: Recipe) -> Any:
+    """Methods of one family learn the same from the same hops."""
+    return method.corrector, type(method.reference), method.private
+
+
 def study(args: argparse.Namespace, engine: HFEngine, journal: Journal) -> bool:
     """Measure what is missing; False if the time ran out."""
     began, task, table = time.monotonic(), TASKS[args.task], methods()
-    chosen = {name: table[name] for name in args.methods.split(",")}
-    marks = [int(m) for m in args.learned.split(",")]
+    labels = {label: (table[label.partition("@")[0]], int(label.partition("@")[2] or 0)) for label in wanted(args)}
     dense = Dense(engine, task, args.data, args.written_tokens)
-    family = {name: (method.corrector, type(method.reference), method.private) for name, method in chosen.items()
-              if method.corrector.learns}
-    labels = {(name, m): f"{name}@{m}" if name in family else name for name in chosen for m in marks}
-    todo = [(text, reader) for text in range(args.first, args.first + args.texts) for reader in task.readers
-            if any((f"{task.name}/{reader}/{text}", label, 0) not in journal.done for label in labels.values())]
+    scored = range(args.first, args.first + args.texts)
+    todo = [(text, reader) for text in scored for at, reader in enumerate(task.readers)
+            if (args.every_reader or text % len(task.readers) == at)
+            and any((f"{task.name}/{reader}/{text}", label, 0) not in journal.done for label in labels)]
     if not todo:
         return True
-    pupils = {key: Pupil(engine, chosen[name]) for name, key in family.items()}
-    known = lessons(dense, pupils, marks) if pupils else {}
-    sessions = {label: Session(engine, chosen[name], memory=known.get((family.get(name), m)))
-                for (name, m), label in labels.items()}
+    pupils = {family(method): Pupil(engine, method) for method, m in labels.values() if m}
+    known = lessons(dense, pupils, {m for _, m in labels.values()} - {0}) if pupils else {}
+    sessions = {label: Session(engine, method, memory=known.get((family(method), m)))
+                for label, (method, m) in labels.items()}
     held: tuple[int, tuple[RunStore, dict[str, Ids]]] | None = None
     for text, reader in todo:
         if time.monotonic() - began > args.seconds:
@@ -175,7 +195,10 @@ def study(args: argparse.Namespace, engine: HFEngine, journal: Journal) -> bool:
             question = f"{task.name}/{reader}/{text}"
             if (question, label, 0) in journal.done:
                 continue
-            fresh = RunStore() if session.recipe.reference.encodes_alone else branch(run, prompt)
+            if session.recipe.selector.entry is not None:
+                fresh = dense.replay(session, fills)
+            else:
+                fresh = RunStore() if session.recipe.reference.encodes_alone else branch(run, prompt)
             hop = session.hop(prompt, Force(answer), fresh)
             journal.append({"question": question, "method": label, "repeat": 0, "task": task.name, "reader": reader,
                             "text": text, "kl": divergence(truth, hop), "agree": agreement(truth, hop),
@@ -190,10 +213,11 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--task", default="gsm8k", choices=sorted(TASKS))
-    parser.add_argument("--methods", default="full-shared,full-shared+4,first,shift,affine,hybrid")
-    parser.add_argument("--learned", default="1,2,3,5,10,20", help="numbers of learned texts to score after")
+    parser.add_argument("--methods", default="full-shared full-shared+4 first shift@10 affine@1,10 hybrid@1,10",
+                        help="method, or method@texts learned,..")
     parser.add_argument("--first", type=int, default=40, help="first text to score; lessons are texts 0, 1, ..")
     parser.add_argument("--texts", type=int, default=30)
+    parser.add_argument("--every-reader", action="store_true", help="score every reader on every text, not in turn")
     parser.add_argument("--answer-tokens", type=int, default=25)
     parser.add_argument("--written-tokens", type=int, default=72)
     parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
