@@ -37,10 +37,15 @@ class Served:
     params: dict[str, Any]
 
     def difference(self, other: Served) -> float:
-        """Largest difference of log-probabilities over the positions in which both followed the same tokens."""
+        """Largest difference of log-probabilities over the positions in which both followed the same tokens.
+
+        A token that only one of them lists is at most as likely to the other as the least likely one that it lists.
+        """
         worst = 0.0
         for mine, theirs, a, b in zip(self.logprobs, other.logprobs, self.ids, other.ids, strict=False):
-            worst = max([worst, *(abs(mine[t] - theirs[t]) for t in mine.keys() & theirs.keys())])
+            for one, two in ((mine, theirs), (theirs, mine)):
+                floor = min(two.values())
+                worst = max([worst, *(abs(v - two[t]) if t in two else v - floor for t, v in one.items())])
             if a != b:
                 break
         return worst

@@ -85,3 +85,15 @@ def test_a_full_text_store_evicts_and_stays_right(model, roomy) -> None:
             assert engine.role.books.nbytes <= 400 * per_token
             assert set(engine.worker.texts) == set(engine.role.books.all_ids())
         assert engine.role.books.evicted > 0
+
+
+def test_the_stock_scheduler_claims_up_to_the_first_gap(model) -> None:
+    with running(model, {"method": "full-shared"}, gap_jump=False) as stock:
+        role = tokens(7, 64)
+        stock.ask(prompt(0), asks(0))
+        exact = stock.ask(role + TEXT + tokens(8, 9))
+        cold = stock.ask(prompt(1), asks(1))
+        assert (cold.params["loaded_tokens"], cold.params["computed_tokens"]) == (0, len(prompt(1)))
+        warm = stock.ask(role + TEXT + tokens(8, 9), {**asks(2), "spans": [[64, 214, "q"]]})
+        assert (warm.params["loaded_tokens"], warm.params["computed_tokens"]) == (150, 9)
+        assert warm.difference(exact) > 1e-3, "reuse without correction is not exact, or nothing was reused"

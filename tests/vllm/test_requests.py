@@ -85,17 +85,6 @@ def test_behind_a_gap_only_private_tokens_are_computed(engine) -> None:
     assert served.params["loaded_tokens"] == served.cached_tokens == 200
 
 
-def test_the_stock_scheduler_claims_up_to_the_first_gap(model) -> None:
-    with running(model, {"method": "full-shared"}, gap_jump=False) as stock:
-        stock.ask(prompt("a"), asks("a"))
-        exact = stock.ask(prompt("b"))
-        cold = stock.ask(prompt("c"), asks("c"))
-        assert (cold.params["loaded_tokens"], cold.params["computed_tokens"]) == (0, 64 + 217)
-        warm = stock.ask(prompt("b"), asks("b"))
-        assert (warm.params["loaded_tokens"], warm.params["computed_tokens"]) == (200, 17)
-        assert warm.difference(exact) > 1e-3, "reuse without correction is not exact, or nothing was reused"
-
-
 def test_reuse_in_the_same_context_is_exact(engine, untouched) -> None:
     """P6: the hit path equals the miss path. The same role prompt stands before the text, so its KV is exact."""
     engine.ask(ROLE["b"] + LONG + TASK["a"], asks("a"))

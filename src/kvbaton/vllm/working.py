@@ -184,8 +184,8 @@ class WorkerRole:
                 run.put(segment, source)
         plan = make_plan(prompt, recipe, run, self.memory(judge.lane), RunStore())
         for step in plan.reused:
-            if isinstance(step.state, Recorded):
-                step.state.record.reused_once()
+            if isinstance(step.state, Recorded) and step.source is not None:
+                step.state.record.reused_once(step.state.novelty(step.source))
         return tuple(Verdict(step.action.value, self.broken or step.reason, step.edge, step.predicted)
                      for step in plan.steps)
 
