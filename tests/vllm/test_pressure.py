@@ -9,7 +9,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not installed: run `make vllm
 from engines import running, save_model
 from scenario import tokens
 
-EXACT = 2e-5
+EXACT = 5e-5
 ROLES = [tokens(100 + i, 40) for i in range(4)]
 TEXT = tokens(1, 150)
 

@@ -64,14 +64,15 @@ def test_scaled_rope_moves_right(tmp_path) -> None:
                "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
     model = save_model(str(tmp_path), rope_parameters=scaling)
     with running(model, {"method": "full-shared"}, max_model_len=8000) as engine:
-        engine.ask(ROLE + TEXT, {"agent": "a", "spans": [[40, 140, "q"]]})
-        far = tokens(5, 4000)
-        engine.ask(far + TEXT + ROLE, {"agent": "b", "group": "default", "spans": [[4000, 4100, "q"]], "reuse": False})
-        engine.settle()
-        texts = list(engine.worker.texts.values())
-        near, moved = texts[0].k[0], texts[-1].k[0]
-        assert texts[0].start != texts[-1].start
-        assert float((near - moved).norm() / near.norm()) < 1e-3
+        held = []
+        for front in (ROLE, tokens(5, 4000)):
+            span = [len(front), len(front) + 100, "q"]
+            engine.ask(front + TEXT + tokens(6, 9), {"agent": "reader", "spans": [span], "reuse": False})
+            engine.settle()
+            held.append(next(kv for kv in engine.worker.texts.values() if len(kv) == 100))
+        near, far = (kv.k[0] for kv in held)
+        assert [kv.start for kv in held] == [40, 4000]
+        assert float((near - far).norm() / near.norm()) < 1e-3
 
 
 def test_another_scheduler_without_the_connector_is_refused(tmp_path) -> None:
