@@ -66,6 +66,17 @@ def test_accuracy_block() -> None:
     assert "0.500 (" in text
 
 
+def test_noise_floor_of_accuracy() -> None:
+    from kvbaton.bench.summary import self_agreement
+
+    once = run(measure="accuracy")
+    assert self_agreement(once) is None
+    again = tuple({**r, "repeat": 1, "choice": "1"} for r in once.records)
+    twice = RunFile(once.path, once.identity, once.conditions, once.records + again)
+    assert self_agreement(twice) == 0.5
+    assert "same on 50%" in to_markdown("T", blocks([twice]))
+
+
 def test_the_same_run_shows_no_regression() -> None:
     changes = regression.compare(run(), run(path="b.jsonl"))
     assert {c.verdict for c in changes} == {regression.SAME}

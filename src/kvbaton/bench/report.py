@@ -58,6 +58,10 @@ def _eval_block(run: RunFile) -> Block:
     lead = f"{found[0].questions} questions"
     if floor is not None:
         lead += f"; noise floor (dense with the prefix cache against dense without): {floor.value:.2e} nats a token"
+    if kind == "accuracy":
+        same = summary.self_agreement(run)
+        lead += "; noise floor: " + ("greedy, dense repeats itself" if same is None else
+                                     f"two dense repeats choose the same on {same:.0%} of questions")
     if left := summary.skipped(run):
         lead += f"; left out, too long for the context: {', '.join(left)}"
     if refusals := summary.refused(run):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +165,13 @@ def analysis_cells(records: Sequence[Record]) -> tuple[list[str], list[list[str]
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def self_agreement(run: RunFile) -> float | None:
+    """Noise floor of accuracy: share of questions on which two dense repeats choose the same; None with one repeat."""
+    pairs = [(a["choice"], b["choice"]) for records in scored(run).get(DENSE, {}).values()
+             for a, b in itertools.pairwise(records)]
+    return stats.agreement(*map(list, zip(*pairs, strict=True))) if pairs else None
 
 
 def refused(run: RunFile) -> dict[str, str]:
