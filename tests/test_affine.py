@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.affine_state import AffineState
-from kvbaton.correctors.blocks import Blocks
+from kvbaton.correctors.blocks import Blocks, Heads, Inputs
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -231,10 +231,10 @@ def test_a_broken_store_is_refused(name: str, harm: str) -> None:
         rule.new_state(GEOMETRY).from_tensors(tensors)
 
 
-@pytest.mark.parametrize("inputs", ["joint-kv", "split"])
-@pytest.mark.parametrize("heads", ["per-head", "joint"])
-def test_blocks_pack_and_unpack(inputs: str, heads: str) -> None:
-    blocks = Blocks(GEOMETRY, inputs, heads)  # type: ignore[arg-type]
+@pytest.mark.parametrize("inputs", Inputs)
+@pytest.mark.parametrize("heads", Heads)
+def test_blocks_pack_and_unpack(inputs: Inputs, heads: Heads) -> None:
+    blocks = Blocks(GEOMETRY, inputs, heads)
     source, _ = kv_pair(0)
     x = blocks.pack(source.k, source.v)
     assert x.shape == (L, blocks.count, len(source), blocks.features)
@@ -243,7 +243,8 @@ def test_blocks_pack_and_unpack(inputs: str, heads: str) -> None:
     assert torch.equal(v, source.v)
 
 
-@pytest.mark.parametrize("rule", [Affine(inputs="split"), Affine(heads="joint"), Affine(inputs="split", heads="joint")])
+@pytest.mark.parametrize("rule", [Affine(inputs=Inputs.SPLIT), Affine(heads=Heads.JOINT),
+                                  Affine(inputs=Inputs.SPLIT, heads=Heads.JOINT)])
 def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
     rule = replace(rule, rank=None, ridge_tokens=1.0)
     source, target = kv_pair(50)
@@ -252,11 +253,11 @@ def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
     assert (v[1:] - target.v[1:]).square().sum() < (source.v[1:] - target.v[1:]).square().sum()
     assert torch.equal(k[0], source.k[0])
     moved, _ = corrected(rule, state, replace(source, v=source.v + 1), 7)
-    assert torch.allclose(moved, k) == (rule.inputs == "split")
+    assert torch.allclose(moved, k) == (rule.inputs is Inputs.SPLIT)
     tilted = source.k.clone()
     tilted[:, 1] += 1
     moved, _ = corrected(rule, state, replace(source, k=tilted), 7)
-    assert torch.allclose(moved[:, 0], k[:, 0]) == (rule.heads == "per-head")
+    assert torch.allclose(moved[:, 0], k[:, 0]) == (rule.heads is Heads.PER_HEAD)
 
 
 def test_texts_are_counted_once_and_shrink_the_offset() -> None:

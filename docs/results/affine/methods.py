@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvbaton.correctors.affine import Affine
+from kvbaton.correctors.blocks import Heads, Inputs
 from kvbaton.gates import Always
 from kvbaton.recipes import PrivateText, Recipe, names, recipe
 from kvbaton.references import Isolated
@@ -36,8 +37,8 @@ def methods() -> dict[str, Recipe]:
         "affine-r4": _affine(rank=4),
         "affine-r16": _affine(rank=16),
         "affine-r32": _affine(rank=32),
-        "affine-split": _affine(rank=None, inputs="split"),
-        "affine-joint-r32": _affine(rank=32, heads="joint"),
+        "affine-split": _affine(rank=None, inputs=Inputs.SPLIT),
+        "affine-joint-r32": _affine(rank=32, heads=Heads.JOINT),
         "affine-skip4": _affine(skip_rows=4),
         "affine-p0": _affine(decay=0.0),
         "affine-p1": _affine(decay=1.0),

@@ -39,8 +39,8 @@ class Affine:
     offset_prior: float = 1.0
     forget: float = 1.0
     skip_rows: int = 0
-    inputs: Inputs = "joint-kv"
-    heads: Heads = "per-head"
+    inputs: Inputs = Inputs.JOINT_KV
+    heads: Heads = Heads.PER_HEAD
     learns: ClassVar[bool] = True
     needs_truth: ClassVar[bool] = False
 

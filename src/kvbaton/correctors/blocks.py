@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -18,8 +18,19 @@ from torch import Tensor
 from kvbaton.correctors.base import LayerKV
 from kvbaton.kv import Geometry
 
-Inputs: TypeAlias = Literal["joint-kv", "split"]
-Heads: TypeAlias = Literal["per-head", "joint"]
+
+class Inputs(Enum):
+    """What a map's features are, and its targets."""
+
+    JOINT_KV = "joint-kv"
+    SPLIT = "split"
+
+
+class Heads(Enum):
+    """How many KV heads a map sees."""
+
+    PER_HEAD = "per-head"
+    JOINT = "joint"
 
 
 @dataclass(frozen=True)
@@ -27,13 +38,14 @@ class Blocks:
     """Packs ``[..., H, T, D]`` keys and values into ``[..., B, T, F]`` and back."""
 
     geometry: Geometry
-    inputs: Inputs = "joint-kv"
-    heads: Heads = "per-head"
+    inputs: Inputs = Inputs.JOINT_KV
+    heads: Heads = Heads.PER_HEAD
 
     @property
     def count(self) -> int:
         """B, blocks a layer."""
-        return (1 if self.heads == "joint" else self.geometry.kv_heads) * (1 if self.inputs == "joint-kv" else 2)
+        heads = 1 if self.heads is Heads.JOINT else self.geometry.kv_heads
+        return heads if self.inputs is Inputs.JOINT_KV else 2 * heads
 
     @property
     def features(self) -> int:
@@ -47,16 +59,16 @@ class Blocks:
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """``[..., H, T, D]`` twice -> a new tensor ``[..., B, T, F]``."""
-        x = torch.cat((k, v), dim=-1 if self.inputs == "joint-kv" else -3)
-        if self.heads == "joint":
+        x = torch.cat((k, v), dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
+        if self.heads is Heads.JOINT:
             x = x.view(*x.shape[:-3], -1, self.geometry.kv_heads, *x.shape[-2:]).movedim(-3, -2).flatten(-2)
         return x
 
     def unpack(self, x: Tensor) -> LayerKV:
         """``[..., B, T, F]`` -> keys and values ``[..., H, T, D]``, views where possible."""
-        if self.heads == "joint":
+        if self.heads is Heads.JOINT:
             x = x.view(*x.shape[:-1], self.geometry.kv_heads, -1).movedim(-2, -3).flatten(-4, -3)
-        k, v = x.chunk(2, dim=-1 if self.inputs == "joint-kv" else -3)
+        k, v = x.chunk(2, dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
         return k, v
 
     def rows(self, layer: int) -> slice:
