@@ -125,7 +125,6 @@ def test_shipped_teams_are_whole(name):
 @pytest.mark.parametrize(("args", "says"), [
     (["run", "mths"], "did you mean 'maths'"),
     (["run", "nothing.yaml"], "cannot read the team file"),
-    (["run", "documents"], "--input documents=TEXT"),
     (["run", "maths", "-i", "qestion=x"], "did you mean 'question'"),
     (["run", "maths", "-i", "question"], "NAME=TEXT"),
     (["run", "maths", "-i", "question=@/no/such/file"], "cannot read the input"),
@@ -139,6 +138,12 @@ def test_wrong_words_are_found_before_a_model_is_loaded(args, says, monkeypatch)
     error = failure(*args)
     assert isinstance(error, UsageError)
     assert says in str(error)
+
+
+def test_a_missing_input_is_found_before_a_model_is_loaded(team):
+    error = failure("run", team)
+    assert isinstance(error, UsageError)
+    assert "--input question=TEXT" in str(error)
 
 
 def test_settings_reach_the_methods_that_have_them():

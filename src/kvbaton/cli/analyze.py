@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, progress, table
-from kvbaton.cli.evaluate import DataFile, DataFolder, Methods, Settings, chosen, evaluation
+from kvbaton.cli.evaluate import DataFile, DataFolder, Methods, evaluation
+from kvbaton.cli.options import Set, recipes_of
 
 if TYPE_CHECKING:
     from kvbaton.bench.chain import Chain
@@ -79,13 +80,13 @@ def rank(
 def error(
     methods: Annotated[str, typer.Option(help="Methods beside chained, origin and isolated; empty: none.")] = "",
     task: Task = "gsm8k", model: Model = "smollm2", n: Count = 5, learn: Learn = 5, answer_tokens: Tokens = 64,
-    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Settings = None,
+    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Set = None,
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Error of reused keys and values against dense, by layer and by agent along the chain."""
     from kvbaton.bench import analyze as work
 
-    recipes = (*work.starting_points(), *(chosen(methods, settings) if methods.strip() else ()))
+    recipes = (*work.starting_points(), *(recipes_of(methods, settings) if methods.strip() else ()))
     _run(_Analysis(
         "error", "Relative error of reused text",
         "Frobenius norm of the difference over that of dense. chained, origin, isolated: reuse without correction from "
@@ -98,13 +99,13 @@ def error(
 def coverage(
     methods: Methods = "cacheblend,relaycaching,random",
     task: Task = "gsm8k", model: Model = "smollm2", n: Count = 3, learn: Learn = 5, answer_tokens: Tokens = 64,
-    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Settings = None,
+    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Set = None,
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Share of full-shared error that each method removes, beside random rows at the same budget."""
     from kvbaton.bench import analyze as work
 
-    recipes = tuple(r for r in chosen(methods, settings) if r.name not in ("dense", "full-shared"))
+    recipes = tuple(r for r in recipes_of(methods, settings) if r.name not in ("dense", "full-shared"))
     _run(_Analysis(
         "coverage", "Error removed",
         "removed: share of full-shared's squared KV error; random: random rows at the same budget (share of entries "
@@ -118,7 +119,7 @@ def sweep(
     field: Annotated[str, typer.Argument(metavar="part.field=a,b,c", help="A field and its values.")],
     methods: Methods = "dense,full-shared,kvcmas",
     task: Task = "gsm8k", model: Model = "smollm2", n: Count = 10, learn: Learn = 10, answer_tokens: Tokens = 64,
-    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Settings = None,
+    seed: Seed = 0, out: Out = None, data: DataFile = None, data_dir: DataFolder = None, settings: Set = None,
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Fidelity and cost while one field of the methods that have it takes several values."""
@@ -127,7 +128,7 @@ def sweep(
     from kvbaton.bench.tasks import task as task_of
     from kvbaton.bench.variants import vary
 
-    recipes = vary(chosen(methods, settings), field)
+    recipes = vary(recipes_of(methods, settings), field)
     spec = Evaluation(task_of(task), recipes, n, learn, seed, 1, answer_tokens, Fidelity())
     out = out or Path("runs") / f"sweep-{task}-{Path(model).name}.jsonl"
     evaluation(spec, model, out, data, data_dir, dtype, device, json)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbaton.cli.app import Device, Dtype, Json, app, emit, table
-from kvbaton.cli.evaluate import Methods, Settings, StepDisplay, chosen
+from kvbaton.cli.evaluate import Methods, StepDisplay
+from kvbaton.cli.options import Set, recipes_of
 
 if TYPE_CHECKING:
     from kvbaton.engine.hf import HFEngine
@@ -63,7 +64,7 @@ def single(
     shape: Annotated[str | None, typer.Option(help="Random weights of a shape: llama-3.1-8b, qwen2.5-0.5b …")] = None,
     seed: Annotated[int, typer.Option(help="Of the texts and of random weights.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Results file; default runs/single-MODEL.jsonl.")] = None,
-    settings: Settings = None, dtype: Dtype = None, device: Device = None, json: Json = False,
+    settings: Set = None, dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Time to first token, tokens a second and memory of one stream of teams; methods interleaved."""
     from dataclasses import asdict
@@ -75,7 +76,7 @@ def single(
     from kvbaton.bench.speed_table import COLUMNS, cells, lines
     from kvbaton.bench.variants import vary as varied
 
-    recipes = chosen(methods, settings)
+    recipes = recipes_of(methods, settings)
     for variation in vary or []:
         recipes = varied(recipes, variation)
     points = tuple(Point(s, n, r, private=private, output=output) for s in _numbers(shared, "--shared")

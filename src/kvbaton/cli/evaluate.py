@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, progress, table
+from kvbaton.cli.options import Set, recipes_of
 
 if TYPE_CHECKING:
     from kvbaton.bench.result import RunFile
     from kvbaton.bench.runner import Evaluation
-    from kvbaton.recipes import Recipe
 
 DataFile = Annotated[Path | None, typer.Option("--data", help="A JSONL file in place of the packaged data.")]
 DataFolder = Annotated[Path | None, typer.Option(
     "--data-dir", envvar="KVBATON_DATA", help="A folder with TASK*.jsonl files, looked at before packages.")]
 Methods = Annotated[str, typer.Option(help="Comma-separated names from `kvbaton methods`, or all.")]
-Settings = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="METHOD:part.field=value", help="Change one field of one method; may be given several times.")]
-
 
 class StepDisplay(ExitStack):
     """Progress whose number of steps is known once the work has been looked at."""
@@ -39,24 +36,6 @@ class StepDisplay(ExitStack):
         self._done = done
 
 
-def chosen(methods: str, settings: list[str] | None = None) -> tuple[Recipe, ...]:
-    """The recipes of a comma-separated list, with their overrides."""
-    from kvbaton.errors import UsageError
-    from kvbaton.overrides import override
-    from kvbaton.recipes import names, recipe
-
-    wanted = list(names()) if methods.strip() == "all" else [m.strip() for m in methods.split(",") if m.strip()]
-    if not wanted:
-        raise UsageError("name at least one method: --methods dense,full-shared")
-    recipes = {name: recipe(name) for name in wanted}
-    for setting in settings or []:
-        name, colon, change = setting.partition(":")
-        if not colon or name not in recipes:
-            raise UsageError(f"--set {setting!r} names no method of this run: write METHOD:part.field=value")
-        recipes[name] = override(recipes[name], change)
-    return tuple(recipes.values())
-
-
 @app.command(name="eval")
 def evaluate(
     task: Annotated[str, typer.Argument(help="gsm8k, humaneval, mmlu, hotpotqa-evidence or hotpotqa-reports.")],
@@ -70,7 +49,7 @@ def evaluate(
     repeats: Annotated[int, typer.Option(help="Accuracy only: seeds a question.")] = 1,
     seed: Annotated[int, typer.Option(help="Draws the questions; sampling starts from it.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Results file; default runs/TASK-MODEL-MEASURE.jsonl.")] = None,
-    data: DataFile = None, data_dir: DataFolder = None, settings: Settings = None,
+    data: DataFile = None, data_dir: DataFolder = None, settings: Set = None,
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Measure methods on a task. The same command, started again, goes on where it stopped."""
@@ -82,7 +61,8 @@ def evaluate(
     kinds: dict[str, Measure] = {"fidelity": Fidelity(), "accuracy": Accuracy(answer_tokens, temperature, seed)}
     if measure not in kinds:
         raise UnknownName("measure", measure, kinds)
-    spec = Evaluation(task_of(task), chosen(methods, settings), n, learn, seed, repeats, answer_tokens, kinds[measure])
+    recipes = recipes_of(methods, settings)
+    spec = Evaluation(task_of(task), recipes, n, learn, seed, repeats, answer_tokens, kinds[measure])
     out = out or Path("runs") / f"{task}-{Path(model).name}-{measure}.jsonl"
     evaluation(spec, model, out, data, data_dir, dtype, device, json)
 
