@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_ROWS = 256
+GAP_ROWS = 128
+"""Rows further apart than this are attended in blocks of their own: early rows need not look at late slots."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class QueryRows:
     bottom_right: bool = False
     """Align the mask to the bottom right of the ``[A, slots]`` score matrix, as CacheBlend's reference code does."""
     _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)
+    _biases: dict[int | None, list[Tensor]] = field(default_factory=dict)
 
     @cached_property
     def first(self) -> int:
@@ -49,13 +53,12 @@ class QueryRows:
     @cached_property
     def blocks(self) -> list[tuple[int, int, int]]:
         """``(first row, end row, slots seen)`` of each block."""
-        count = self.positions.numel()
-        out = []
-        for start in range(0, count, BLOCK_ROWS):
-            end = min(start + BLOCK_ROWS, count)
-            slots = self.last + 1 if self.bottom_right else int(self.positions[end - 1]) + 1
-            out.append((start, end, slots))
-        return out
+        gaps = (self.positions.diff() > GAP_ROWS).nonzero()[:, 0] + 1
+        cuts = [0, *gaps.tolist(), self.positions.numel()]
+        ends = [end for first, last in pairwise(cuts) for end in (*range(first + BLOCK_ROWS, last, BLOCK_ROWS), last)]
+        last_seen = self.positions[torch.tensor(ends) - 1].tolist()
+        return [(start, end, (self.last if self.bottom_right else seen) + 1)
+                for (start, end), seen in zip(pairwise([0, *ends]), last_seen, strict=True)]
 
     def masks(self, window: int | None) -> list[Tensor]:
         """Boolean masks ``[rows, slots]`` of the blocks, true where a row may look."""
@@ -66,6 +69,13 @@ class QueryRows:
                 seen_until = torch.arange(self.last + 1 - count, self.last + 1, device=self.positions.device)
             self._masks[window] = [_mask(seen_until[start:end], slots, window) for start, end, slots in self.blocks]
         return self._masks[window]
+
+    def biases(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """`masks` as what is added to the logits: the kernel would otherwise convert them in every layer."""
+        if window not in self._biases:
+            self._biases[window] = [torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+                                    for mask in self.masks(window)]
+        return self._biases[window]
 
 
 def _mask(positions: Tensor, slots: int, window: int | None) -> Tensor:
@@ -81,11 +91,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall
     if _causal_square(rows, call):
         return _attend_causal(q, k, v, rows, call)
     out = torch.empty_like(q)
-    for (start, end, slots), mask in zip(rows.blocks, rows.masks(call.window), strict=True):
+    for (start, end, slots), bias in zip(rows.blocks, rows.biases(call.window, q.dtype), strict=True):
         sees_all = call.window is None and end - start == 1 and not rows.bottom_right
         out[:, start:end] = F.scaled_dot_product_attention(
             q[None, :, start:end], k[None, :, :slots], v[None, :, :slots],
-            attn_mask=None if sees_all else mask, scale=call.scale, enable_gqa=True)[0]
+            attn_mask=None if sees_all else bias, scale=call.scale, enable_gqa=True)[0]
     return out
 
 
