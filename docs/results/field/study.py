@@ -1,11 +1,13 @@
 """The field in one table: every published method on the same prompts, model and pass.
 
-    python docs/results/field/study.py eval TASK          fidelity and TTFT, every method interleaved in one process
-    python docs/results/field/study.py coverage TASK      KV error removed, beside random rows at the same budget
-    python docs/results/field/study.py cost               price of selective recompute at 4,096 tokens
-    python docs/results/field/study.py table              README.md from everything that is there
+    python docs/results/field/study.py teams        GSM8K: four agents, three hops behind the source hop
+    python docs/results/field/study.py evidence     HotpotQA: ten paragraphs, each read before by a keeper of its own
+    python docs/results/field/study.py coverage     KV error removed on GSM8K, beside random rows at the same budget
+    python docs/results/field/study.py cost         price of selective recompute at 4,096 tokens
+    python docs/results/field/study.py table        README.md from everything that is there
 
-Results lie beside this file; the full records of `eval` lie in --runs. `eval` and `coverage` go on where they stopped.
+Every method is forced to the same dense answers; methods take turns within a question, so times are of one run. Results
+lie beside this file, one JSON line a question and method, and every step goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -13,39 +15,50 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvbaton.bench import data
 from kvbaton.bench.accounting import nominal_reuse
+from kvbaton.bench.cast import FrozenMemory, teaching
+from kvbaton.bench.chain import Chain, Turn, agreement, dense_chain, divergence, replay
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.cost import selective_cost
 from kvbaton.bench.coverage import Ruler
-from kvbaton.bench.measures import Fidelity
-from kvbaton.bench.profile import calibration
-from kvbaton.bench.result import read
-from kvbaton.bench.runner import Evaluation, Runner
+from kvbaton.bench.script import Script
 from kvbaton.bench.stats import mean_interval, paired_difference
-from kvbaton.bench.summary import Summary, handed, mean_over_hops, per_question, scored, summarise
-from kvbaton.bench.tasks import task
+from kvbaton.bench.tasks import Question, task
+from kvbaton.engine.capture import Capture, Captures
+from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.models import load
+from kvbaton.engine.result import HopResult
+from kvbaton.engine.sampling import Force, Generate
+from kvbaton.engine.session import Session
+from kvbaton.memory import Memory
 from kvbaton.overrides import override
-from kvbaton.recipes import Recipe, recipe
+from kvbaton.prompt import Prompt, Span
+from kvbaton.recipes import PrivateText, Recipe, recipe
+from kvbaton.references import ALONE, RunStore
 
 HERE = Path(__file__).parent
-TASKS = ("gsm8k", "hotpotqa-evidence")
-METHODS = ("full-shared", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching", "epic", "prophetkv",
-           "graphflow", "graphflow-bare", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas", "random-matched")
+SELECTIVE = ("full-shared", "prompt-cache", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching",
+             "epic", "prophetkv", "random-matched")
+LEARNING = ("graphflow", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas")
 VARIANTS = {
     # CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30.
     "random-matched": ("random", "selector.share=0.207"),
     # With the gate open, so that both forms of offset are seen on every text that some message is as long as.
     "kvcomm-open": ("kvcomm", "gate.gamma=1"), "kvcomm-upstream-open": ("kvcomm-upstream", "gate.gamma=1"),
 }
-KEPT = ("kl", "agree", "reuse", "ttft_s")
-PAIRS = (("cacheblend", "random-matched"), ("cacheblend", "cacheblend-bottomright"), ("kvcomm-open", "kvcomm-upstream-open"))
+PAIRS = (("cacheblend", "random-matched"), ("cacheblend", "cacheblend-bottomright"),
+         ("kvcomm-open", "kvcomm-upstream-open"))
 """Comparisons that were expected to favour the first."""
+LEARN, QUESTIONS, ANSWER_TOKENS = 10, 20, {"gsm8k": 32, "hotpotqa-evidence": 24}
 
 
 def method(name: str) -> Recipe:
@@ -56,146 +69,283 @@ def method(name: str) -> Recipe:
     return replace(override(recipe(base), setting), name=name)
 
 
-def evaluate(name: str, model: str, n: int, learn: int, folder: Path | None, out: Path) -> None:
-    spec = Evaluation(task(name), tuple(method(m) for m in ("dense", *METHODS)), n, learn, seed=0, repeats=1,
-                      answer_tokens=32 if name == "gsm8k" else 24, measure=Fidelity())
-    loaded = data.load(spec.task.data_set, None, folder)
-    began = time.monotonic()
-    Runner(load(model), spec, loaded, out, lambda done, total, what: print(
-        f"{time.monotonic() - began:.0f} s: {done}/{total} {what}", flush=True)).run()
+class Journal:
+    """One JSON line a question and method, appended as soon as it is known."""
 
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.done = {(line["question"], line["method"]) for line in lines(file)}
 
-def coverage(name: str, model: str, n: int, learn: int, folder: Path | None, out: Path) -> None:
-    """Append one JSON line a method that is not there yet."""
-    done = {json.loads(line)["method"] for line in out.read_text().splitlines()} if out.exists() else set()
-    chosen, engine = task(name), load(model)
-    taught, rows = data.split(data.load(chosen.data_set, None, folder).rows, learn, n, seed=0)
-    lessons = calibration(engine, chosen, taught, 32)
-    chains = calibration(engine, chosen, rows, 32)
-    whole, peers = Ruler(engine, chains), None
-    if name == "gsm8k":
-        peers = Ruler(engine, chains, frozenset(agent.name for agent in chosen.agents()))
-    for each in (m for m in METHODS if m not in done):
-        taught_by = lessons if method(each).corrector.learns else ()
-        found = whole.coverage(method(each), taught_by)
-        with out.open("a") as file:
-            line = {"task": name, "method": each, "n": n, "learn": learn, **asdict(found),
-                    "peers": round(peers.coverage(method(each), taught_by).total, 4) if peers and taught_by else None,
-                    "layers": [round(x, 4) for x in found.layers]}
+    def add(self, question: str, name: str, hops: Sequence[HopResult], truth: Sequence[HopResult]) -> None:
+        pairs = list(zip(truth, hops, strict=True))
+        line = {"question": question, "method": name,
+                "kl": [round(divergence(a, b), 6) for a, b in pairs], "agree": [agreement(a, b) for a, b in pairs],
+                "reuse": [round(hop.effective_reuse_ratio, 4) for hop in hops], "dense": [hop.dense for hop in hops],
+                "ttft_s": [round(hop.ttft_s, 4) for hop in hops], "extra": [hop.extra_entries for hop in hops],
+                "held_mib": round(max(hop.held_bytes for hop in hops) / 2**20, 1),
+                "boundary_mib": round(max(hop.boundary_bytes for hop in hops) / 2**20, 1),
+                "learned_mib": round(max(hop.learned_bytes for hop in hops) / 2**20, 1)}
+        with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(each, f"{found.total:.3f} at budget {found.budget:.3f}, random {found.random:.3f}", flush=True)
+        self.done.add((question, name))
 
 
-def cost(model: str, tokens: int, repeats: int, out: Path) -> None:
-    engine = load(model)
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def drawn(name: str, folder: Path | None, learn: int, n: int) -> tuple[list[Question], list[Question]]:
+    """Questions to learn from and to score, as `kvbaton eval` draws them with seed 0."""
+    chosen = task(name)
+    rows = data.load(chosen.data_set, None, folder).rows
+    places = {id(row): i for i, row in enumerate(rows)}
+    usable = [row for row in rows if chosen.question(row, 0) is not None]
+    parts = data.split(usable, learn, n, 0)
+    made = [[chosen.question(row, places[id(row)]) for row in part] for part in parts]
+    return [q for q in made[0] if q], [q for q in made[1] if q]
+
+
+def turned(names: Sequence[str], at: int) -> Sequence[str]:
+    """Methods in an order that turns by one a question."""
+    return [*names[at % len(names):], *names[:at % len(names)]]
+
+
+def chains(engine: HFEngine, name: str, questions: Sequence[Question], runs: Path) -> Iterator[Chain]:
+    """The team's dense answers to each question, kept in ``runs``."""
+    assert engine.text is not None
+    script, tokens = Script(engine.text, task(name).agents(), engine.eos_ids), ANSWER_TOKENS[name]
+    runs.mkdir(parents=True, exist_ok=True)
+    for question in questions:
+        file = runs / f"{name}-{question.id}-{tokens}.json"
+        if not file.exists():
+            readers = [(partial(script.prompt, agent, question), agent.name) for agent in script.agents]
+            made = dense_chain(engine, readers, tokens)
+            file.write_text(json.dumps({turn.writes: turn.answer for turn in made}))
+        answers = {writer: tuple(ids) for writer, ids in json.loads(file.read_text()).items()}
+        yield [Turn(script.prompt(agent, question, answers), answers[agent.name], agent.name)
+               for agent in script.agents]
+
+
+def taught(engine: HFEngine, name: str, lessons: Sequence[Chain], runs: Path) -> Memory:
+    """What a method learned from ``lessons``, kept in ``runs``."""
+    chosen, file = method(name), runs / f"{name}.kvb"
+    if not file.exists():
+        with Session(engine, teaching(chosen)) as teacher:
+            for chain in lessons:
+                replay(teacher, chain)
+            teacher.memory.save(file, engine.identity)
+    return Memory.load(file, chosen.corrector, engine.geometry, engine.identity)
+
+
+def sessions(engine: HFEngine, lessons: Sequence[Chain], names: Sequence[str], runs: Path) -> dict[str, Session]:
+    """A session a method, taught, then held still and warm. KVCOMM's forms learn the same states and share them."""
+    out = {}
+    memories: dict[str, Memory] = {}
+    for name in names:
+        chosen = method(name)
+        memory = FrozenMemory(chosen.corrector, engine.geometry)
+        if chosen.corrector.learns:
+            family = "kvcomm" if name.startswith("kvcomm") else name
+            known = memories.setdefault(family, memories.get(family) or taught(engine, family, lessons, runs))
+            for edge in known.edges():
+                state = known.state(edge)
+                assert state is not None
+                memory._keep(edge, state)
+        session = out[name] = Session(engine, chosen, memory=memory)
+        for turn in lessons[-1] if lessons else ():
+            if chosen.private is PrivateText.ANCHORED:
+                session.hop(turn.prompt, Force((1,)), session.start_run())
+            else:
+                warm(session, turn.prompt)
+    return out
+
+
+def warm(session: Session, prompt: Prompt) -> None:
+    """Fill the prefix cache with a prompt's role text."""
+    session.hop(Prompt(prompt.reader, prompt.segments[:1]), Force((1,)), session.start_run())
+
+
+def teams(engine: HFEngine, folder: Path | None, runs: Path) -> None:
+    journal, names = Journal(HERE / "gsm8k.jsonl"), ("dense", *SELECTIVE, *LEARNING)
+    learn, score = drawn("gsm8k", folder, LEARN, QUESTIONS)
+    left = [q for q in score if any((q.id, name) not in journal.done for name in names)]
+    known = list(chains(engine, "gsm8k", [*learn, *left], runs))
+    open_sessions = sessions(engine, known[:len(learn)], names, runs)
+    with Session(engine, recipe("dense"), prefix_cache=False) as reference:
+        for question, chain in zip(left, known[len(learn):], strict=True):
+            truth = replay(reference, chain)
+            for name in turned(names, score.index(question)):
+                if (question.id, name) not in journal.done:
+                    journal.add(question.id, name, replay(open_sessions[name], chain)[1:], truth[1:])
+            print(time.strftime("%T"), question.id, flush=True)
+
+
+def evidence(engine: HFEngine, folder: Path | None) -> None:
+    """Keepers are the same for every method that does not learn: their KV is made once a question."""
+    journal, names = Journal(HERE / "hotpotqa-evidence.jsonl"), ("dense", *SELECTIVE)
+    _, score = drawn("hotpotqa-evidence", folder, 5, QUESTIONS)
+    assert engine.text is not None
+    script = Script(engine.text, task("hotpotqa-evidence").agents(), engine.eos_ids)
+    reader = next(agent for agent in script.agents if agent.name == "reader")
+    entries = {method(name).selector.entry for name in names} - {None}
+    open_sessions = sessions(engine, (), names, HERE)
+    for question in score:
+        if all((question.id, name) in journal.done for name in names):
+            continue
+        asked = script.prompt(reader, question, {})
+        with Session(engine, recipe("dense"), prefix_cache=False) as reference:
+            ids = reference.hop(asked, Generate(ANSWER_TOKENS["hotpotqa-evidence"]), RunStore()).output_ids
+            answer = Force(ids or (min(engine.eos_ids),))
+            truth = reference.hop(asked, answer, RunStore())
+        kept, alone = RunStore(), RunStore()
+        for agent in script.agents:
+            if agent is not reader:
+                hand_in(engine, script.prompt(agent, question, {}), kept, alone, entries)
+        for name in turned(names, score.index(question)):
+            session = open_sessions[name]
+            if (question.id, name) not in journal.done:
+                warm(session, asked)
+                store = RunStore(dict((alone if session.recipe.reference.encodes_alone else kept)._held))
+                journal.add(question.id, name, [session.hop(asked, answer, store)], [truth])
+        print(time.strftime("%T"), question.id, flush=True)
+
+
+@torch.no_grad()
+def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, entries: set[int | None]) -> None:
+    """What a keeper holds of its text after a dense hop, with hidden states at every entry, and the text alone."""
+    _, segment, span, _ = next(prompt.shared())
+    for store, before, at, role in ((kept, prompt, span, prompt.reader),
+                                    (alone, Prompt("alone", (segment,)), Span(0, len(segment)), ALONE)):
+        captures = [Capture.empty(at, engine.geometry, engine.device, entry) for entry in sorted(filter(None, entries))]
+        engine.forward(engine.new_cache(len(before)), engine.tensor(before.token_ids), engine.rows(0, len(before)),
+                       Captures(captures))
+        held = [capture.kv(role, exact=True) for capture in captures]
+        store.put(segment, replace(held[0], boundary=tuple(pair for kv in held for pair in kv.boundary)))
+
+
+def coverage(engine: HFEngine, folder: Path | None, runs: Path, n: int) -> None:
+    """Append one JSON line a method that is not there yet."""
+    out = HERE / "coverage.jsonl"
+    done = {line["method"] for line in lines(out)}
+    learn, score = drawn("gsm8k", folder, LEARN, n)
+    known = list(chains(engine, "gsm8k", [*learn, *score], runs))
+    lessons, scored = known[:LEARN], known[LEARN:]
+    whole = Ruler(engine, scored)
+    peers = Ruler(engine, scored, frozenset(agent.name for agent in task("gsm8k").agents()))
+    for name in (m for m in (*SELECTIVE, *LEARNING) if m not in done):
+        taught_by = lessons if method(name).corrector.learns else ()
+        found = whole.coverage(method(name), taught_by)
+        line = {"method": name, "n": n, "learn": len(taught_by), **asdict(found),
+                "layers": [round(x, 4) for x in found.layers],
+                "peers": round(peers.coverage(method(name), taught_by).total, 4) if taught_by else None}
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(name, f"{found.total:.3f} at budget {found.budget:.3f}, random {found.random:.3f}", flush=True)
+
+
+def cost(engine: HFEngine, tokens: int, repeats: int) -> None:
     chosen = [override(recipe(name), "selector.share=0.1") for name in ("cacheblend", "random")]
     found = selective_cost(engine, [*chosen, recipe("droidspeak")], tokens, repeats)
     record = {"conditions": conditions(str(engine.device)), "repeats": repeats, "costs": [asdict(c) for c in found]}
-    out.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    (HERE / "cost.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     for c in found:
         print(c.method, f"predicted {c.predicted:.3f} measured {c.measured:.3f} page-rounded {c.page_rounded:.3f}")
 
 
-def compact(source: Path, out: Path) -> None:
-    """The results of an eval, one short line a question and method."""
-    lines = []
-    for name, questions in scored(read(source)).items():
-        for question, records in sorted(questions.items()):
-            hops = [hop for record in records for hop in handed(record)]
-            lines.append({"method": name, "question": question,
-                          **{key: [round(float(hop[key]), 6) for hop in hops] for key in KEPT},
-                          "dense": [bool(hop["dense"]) for hop in hops]})
-    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def table(runs: Path) -> str:
+def table() -> str:
     """The README beside this file."""
-    parts = [(HERE / "head.md").read_text().rstrip()]
-    for name in TASKS:
-        source = runs / f"field-{name}.jsonl"
-        if not source.exists():
-            continue
-        found = read(source)
-        compact(source, HERE / f"{name}.jsonl")
-        covered = {line["method"]: line for line in map(json.loads, _lines(HERE / f"coverage-{name}.jsonl"))}
-        rows = [_row(s, covered.get(s.method)) for s in summarise(found)]
-        n = max(s.questions for s in summarise(found))
-        parts.append(f"## {name}, {n} questions\n\n{_conditions(found.identity)}\n\n" + _markdown(
-            ["method", "nominal reuse", "effective reuse", "dense hops", "KL to dense (95 %)", "top-1 agreement",
-             "speed-up of TTFT", "budget", "coverage", "random", "times random"], rows))
-        parts.append("Expected differences in KL, first minus second, paired over questions (95 %): "
-                     + "; ".join(_pair(found, *pair) for pair in PAIRS) + ".")
+    parts = [part.read_text().rstrip() for part in (HERE / "head.md",) if part.exists()]
+    covered = {line["method"]: line for line in lines(HERE / "coverage.jsonl")}
+    for name, more in (("gsm8k", covered), ("hotpotqa-evidence", {})):
+        found = complete(lines(HERE / f"{name}.jsonl"))
+        if found:
+            questions = len(next(iter(found.values())))
+            parts.append(f"## {name}, {questions} questions\n\n" + markdown(HEAD + (COVERAGE if more else []), [
+                row(m, found, more.get(m), bool(more)) for m in found]))
+            parts.append("KL, first minus second, paired over questions (95 %): "
+                         + "; ".join(pair(found, *p) for p in PAIRS if set(p) <= set(found)) + ".")
     if (HERE / "cost.json").exists():
-        parts.append(_cost_table(json.loads((HERE / "cost.json").read_text())))
-    if (HERE / "findings.md").exists():
-        parts.append((HERE / "findings.md").read_text().rstrip())
+        parts.append(cost_table(json.loads((HERE / "cost.json").read_text())))
+    parts += [part.read_text().rstrip() for part in (HERE / "findings.md",) if part.exists()]
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+HEAD = ["method", "nominal reuse", "effective reuse", "hops reused", "KL to dense (95 %)", "top-1 agreement",
+        "TTFT speed-up", "boundary MiB", "learned MiB"]
+COVERAGE = ["budget", "coverage", "random", "times random", "coverage of peer answers"]
+Found = dict[str, dict[str, dict[str, Any]]]
 
 
-def _row(s: Summary, covered: dict[str, Any] | None) -> list[str]:
-    nominal = nominal_reuse(method(s.method), 30)
-    cells = [s.method, "–" if nominal is None else f"{nominal:.2f}", f"{s.reuse:.3f}", f"{s.gate_dense:.0%}",
-             "–" if s.kl is None else f"{s.kl.value:.4f} ({s.kl.low:.4f} to {s.kl.high:.4f})",
-             "–" if s.agree is None else f"{s.agree.value:.3f}", f"{s.speed_up:.2f}x"]
+def complete(records: list[dict[str, Any]]) -> Found:
+    """Records by method and question, for the questions that every method has."""
+    by: Found = {}
+    for record in records:
+        by.setdefault(record["method"], {})[record["question"]] = record
+    common = set.intersection(*(set(q) for q in by.values())) if by else set()
+    order = [m for m in ("dense", *SELECTIVE, *LEARNING) if m in by]
+    return {m: {q: by[m][q] for q in sorted(common)} for m in order}
+
+
+def over_questions(found: Found, name: str, what: str) -> list[float]:
+    return [sum(map(float, r[what])) / len(r[what]) for r in found[name].values()]
+
+
+def row(name: str, found: Found, covered: dict[str, Any] | None, wide: bool) -> list[str]:
+    nominal, kl = nominal_reuse(method(name), 30), mean_interval(over_questions(found, name, "kl"))
+    mean = {what: mean_interval(over_questions(found, name, what)).value for what in ("agree", "reuse", "dense")}
+    records = list(found[name].values())
+    ratios = sorted(d / m for q, r in found[name].items()
+                    for d, m in zip(found["dense"][q]["ttft_s"], r["ttft_s"], strict=True))
+    cells = [name, "–" if nominal is None else f"{nominal:.2f}", f"{mean['reuse']:.3f}", f"{1 - mean['dense']:.0%}",
+             f"{kl.value:.4f} ({kl.low:.4f} to {kl.high:.4f})", f"{mean['agree']:.3f}",
+             f"{ratios[len(ratios) // 2]:.2f}x", f"{max(r['boundary_mib'] for r in records):.1f}",
+             f"{max(r['learned_mib'] for r in records):.1f}"]
+    if not wide:
+        return cells
     if covered is None:
-        return [*cells, "–", "–", "–", "–"]
-    times = f"{covered['total'] / covered['random']:.2f}x" if covered["random"] > 1e-9 else "–"
-    return [*cells, f"{covered['budget']:.3f}", f"{covered['total']:.3f}", f"{covered['random']:.3f}", times]
+        return [*cells, *["–"] * 5]
+    times = f"{covered['total'] / covered['random']:.2f}x" if covered["random"] > 1e-3 else "–"
+    peers = "–" if covered["peers"] is None else f"{covered['peers']:.3f}"
+    return [*cells, f"{covered['budget']:.3f}", f"{covered['total']:.3f}", f"{covered['random']:.3f}", times, peers]
 
 
-def _pair(found: Any, first: str, second: str) -> str:
-    table_of = scored(found)
-    if first not in table_of or second not in table_of:
-        return f"{first} against {second}: not measured"
-    one, two = (per_question(table_of[name], mean_over_hops("kl")) for name in (first, second))
+def pair(found: Found, first: str, second: str) -> str:
+    one, two = (over_questions(found, name, "kl") for name in (first, second))
     d = paired_difference(one, two)
-    means = f"{mean_interval(one).value:.4f} against {mean_interval(two).value:.4f}"
-    return f"{first} against {second}: {d.value:+.4f} ({d.low:+.4f} to {d.high:+.4f}; {means})"
+    return f"{first} against {second} {d.value:+.4f} ({d.low:+.4f} to {d.high:+.4f})"
 
 
-def _conditions(identity: Any) -> str:
-    return (f"Model {identity['model']} ({identity['dtype']}), {identity['learn']} other questions learned from, dense "
-            f"answers of at most {identity['answer_tokens']} tokens, seed {identity['seed']}.")
-
-
-def _cost_table(record: dict[str, Any]) -> str:
+def cost_table(record: dict[str, Any]) -> str:
     rows = [[c["method"], f"{c['ttft_s']:.2f}", f"{c['dense_s']:.2f}", f"{c['predicted']:.3f}", f"{c['measured']:.3f}",
              f"{c['measured'] / c['predicted'] - 1:+.0%}", f"{c['page_rounded']:.3f}"] for c in record["costs"]]
-    tokens = record["costs"][0]["shared_tokens"]
     head = ["method", "TTFT s", "dense TTFT s", "formula", "measured", "off by", "page-rounded"]
+    tokens = record["costs"][0]["shared_tokens"]
     return (f"## Cost of selective recompute, {tokens} shared tokens\n\nShare of a dense prefill of the shared rows; "
-            f"medians of {record['repeats']} interleaved repeats.\n\n" + _markdown(head, rows))
+            f"medians of {record['repeats']} interleaved repeats.\n\n" + markdown(head, rows))
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["eval", "coverage", "cost", "table"])
-    parser.add_argument("task", nargs="?", default="gsm8k", choices=TASKS)
+    parser.add_argument("step", choices=["teams", "evidence", "coverage", "cost", "table"])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--n", type=int, default=None, help="questions; default 20 to evaluate, 6 for coverage")
-    parser.add_argument("--learn", type=int, default=10)
+    parser.add_argument("--n", type=int, default=4, help="questions of coverage")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=None)
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where dense answers are kept")
     a = parser.parse_args()
-    if a.step == "eval":
-        a.runs.mkdir(parents=True, exist_ok=True)
-        evaluate(a.task, a.model, a.n or 20, a.learn, a.data_dir, a.runs / f"field-{a.task}.jsonl")
-    elif a.step == "coverage":
-        coverage(a.task, a.model, a.n or 6, a.learn, a.data_dir, HERE / f"coverage-{a.task}.jsonl")
-    elif a.step == "cost":
-        cost(a.model, a.tokens, a.repeats, HERE / "cost.json")
-    else:
-        (HERE / "README.md").write_text(table(a.runs))
+    if a.step == "table":
+        (HERE / "README.md").write_text(table())
+        return
+    engine = load(a.model)
+    steps = {"teams": partial(teams, engine, a.data_dir, a.runs), "evidence": partial(evidence, engine, a.data_dir),
+             "coverage": partial(coverage, engine, a.data_dir, a.runs, a.n),
+             "cost": partial(cost, engine, a.tokens, a.repeats)}
+    steps[a.step]()
 
 
 if __name__ == "__main__":
