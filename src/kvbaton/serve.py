@@ -80,11 +80,16 @@ def is_cpu_build() -> bool:
 
 
 def folder_of(model: str) -> str:
-    """Where a packaged model lies, converted first if need be; any other name is vLLM's to find."""
+    """Where a packaged model lies, converted first if need be; any other name is vLLM's to find.
+
+    A conversion that exists is used as it is: vLLM's environment needs neither the package nor the converter.
+    """
     from kvbaton.engine.models import PACKAGED, dequantise
 
     packaged = PACKAGED.get(model)
-    return model if packaged is None else str(packaged.folder(dequantise))
+    if packaged is None:
+        return model
+    return str(packaged.cache if packaged.cached else packaged.folder(dequantise))
 
 
 def run(serve: Serve) -> None:

@@ -20,10 +20,10 @@ def save_model(path: str, kv_heads: int = 2, dtype: torch.dtype = torch.float32,
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=8192, initializer_range=0.15,
-        tie_word_embeddings=False, **config)).to(dtype).save_pretrained(path)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+             "num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 32, "initializer_range": 0.15,
+             "max_position_embeddings": 8192, "tie_word_embeddings": False, **config}
+    LlamaForCausalLM(LlamaConfig(**shape)).to(dtype).save_pretrained(path)
     return path
 
 

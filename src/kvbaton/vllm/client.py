@@ -172,7 +172,8 @@ def _codec(name: str) -> TextCodec:
     from kvbaton.engine.models import PACKAGED, dequantise
 
     packaged = PACKAGED.get(name)
+    folder = name if packaged is None else packaged.cache if packaged.cached else packaged.folder(dequantise)
     try:
-        return TextCodec(AutoTokenizer.from_pretrained(str(packaged.folder(dequantise)) if packaged else name))
+        return TextCodec(AutoTokenizer.from_pretrained(str(folder)))
     except (OSError, ValueError) as error:
         raise UsageError(f"no tokenizer for {name!r}: {error}. Give tokenizer= a folder or a hub id") from error
