@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import TypedDict
@@ -44,7 +45,7 @@ def main() -> None:
     for agent in names:
         graph.add_node(f"ask_{agent}", node(model, agent))
     graph.add_edge(START, f"ask_{names[0]}")
-    for before, after in zip(names, names[1:], strict=False):
+    for before, after in itertools.pairwise(names):
         graph.add_edge(f"ask_{before}", f"ask_{after}")
     graph.add_edge(f"ask_{names[-1]}", END)
     print(graph.compile().invoke({"question": QUESTION})["judge"])
