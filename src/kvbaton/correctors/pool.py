@@ -69,7 +69,7 @@ class Side:
         for layers in blocks(len(x) - 1, tokens, self.base.width, x.device):
             rows = rows_of(x, layers)
             dots += self.base.dots(rows, layers)
-            own += torch.linalg.vector_norm(rows, dim=(0, 2), dtype=torch.float32).square()
+            own += rows.float().square().sum((0, 2))
         out = torch.full_like(dots, torch.inf)
         for found, dot, square in zip(out, dots, self.squares, strict=True):
             n = min(tokens, len(square))

@@ -100,10 +100,11 @@ class Factored:
 
     def mix(self, weights: Tensor, layers: slice) -> Tensor:
         tokens, right = weights.shape[1], self.right[layers]
-        scaled = right.new_zeros(len(right), tokens, self.width)
+        scaled = right.new_empty(len(right), tokens, self.width)
         for weight, left, columns in zip(weights.to(right.dtype), self.lefts, self._columns, strict=True):
             n = min(tokens, left.shape[1])
             torch.mul(left[layers, :n], weight[:n, None], out=scaled[:, :n, columns])
+            scaled[:, n:, columns] = 0
         return torch.bmm(scaled, right)
 
     def squares(self) -> list[Tensor]:
