@@ -238,3 +238,53 @@ def test_learned_state_is_saved_and_read_again(tmp_path) -> None:
 
     (file,) = tmp_path.glob("*.safetensors")
     assert check_file(file).edges
+
+
+def test_a_claim_that_is_asked_again_says_the_same() -> None:
+    """S6: a look-up that is repeated because no block was free must not count anything twice."""
+    from paged import PagedRequest
+
+    server = PagedServer(gap_jump=False)
+    server.serve(ONE + TEXT + END, asks("a", 16, 50))
+    request = PagedRequest(server, "waiting", ONE + TEXT + END[::-1], asks("b", 16, 50), (1,))
+    server.role.arrive(request)
+    assert server.role.claim(request, 16) is None, "not judged yet"
+    report, _ = server.worker.run(server.role.orders({}, {}.__getitem__))
+    server.role.report(report)
+    assert [server.role.claim(request, 16) for _ in range(5)] == [50] * 5
+    assert server.role.claim(request, 24) == 42, "a longer local hit leaves less to bring in"
+    assert server.role.orders({}, {}.__getitem__).loads == (), "nothing is loaded before it is admitted"
+    assert server.role.counts["tokens_moved"] == 0
+
+
+@pytest.mark.parametrize(("field", "value", "why"), [
+    ("lora_request", object(), "LoRA"), ("mm_features", [object()], "images"),
+    ("prompt_embeds", object(), "embeddings"), ("sampling_params", None, "pooling"),
+    ("skip_reading_prefix_cache", True, "log-probabilities"), ("resumable", True, "streaming")])
+def test_requests_that_must_run_exactly(field, value, why) -> None:
+    """P2, P3: KV of an adapter or an image must not reach a request with equal tokens."""
+    from paged import PagedRequest
+
+    server = PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50))
+    request = PagedRequest(server, "special", TWO + TEXT + END, asks("b", 19, 50), (1,))
+    setattr(request, field, value)
+    server.role.arrive(request)
+    assert server.role.claim(request, 0) == 0
+    assert not server.role.hops
+    _, told = server.role.finish(request, [])
+    assert why in told["kvbaton"]["error"]
+
+
+def test_a_hash_collision_reuses_nothing(monkeypatch) -> None:
+    """P5: equal hashes of unequal text, end to end."""
+    import numpy as np
+
+    from kvbaton.vllm.matching import TextIndex
+
+    monkeypatch.setattr(TextIndex, "_hashes", lambda self, tokens: np.zeros(
+        max(0, len(tokens) - self.window + 1), dtype=np.uint64))
+    server = PagedServer(options={"apply": "all", "method": "full-shared", "window": 8})
+    server.serve(ONE + TEXT + END)
+    server.serve(TWO + ids(50, 999) + END)
+    assert server.role.counts["segments_found"] == 0

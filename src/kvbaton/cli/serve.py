@@ -40,8 +40,8 @@ def serve(
     wanted = Serve(model, options, host, port, dtype, not stock_scheduler, tuple(context.args))
     if not show:
         run(wanted)
-    from rich.text import Text
-
     command = wanted.command(model, is_cpu_build())
-    emit({"command": command, "environment": wanted.environment({}, is_cpu_build())}, json,
-         lambda: Text(shlex.join(command), no_wrap=True, overflow="ignore"))
+    if json:
+        emit({"command": command, "environment": wanted.environment({}, is_cpu_build())}, json, list)
+    else:
+        print(shlex.join(command))
