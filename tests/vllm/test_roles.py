@@ -288,3 +288,19 @@ def test_a_hash_collision_reuses_nothing(monkeypatch) -> None:
     server.serve(ONE + TEXT + END)
     server.serve(TWO + ids(50, 999) + END)
     assert server.role.counts["segments_found"] == 0
+
+
+def test_groups_beyond_the_limit_are_let_go() -> None:
+    """A client that invents groups must not make the server grow."""
+    server = PagedServer(options={"max_lanes": 3})
+    for number in range(8):
+        server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped", group=f"g{number}"))
+        server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped", group=f"g{number}"))
+        assert len(server.role.lanes) <= 3
+        assert set(server.worker.texts) == set(server.role.books.all_ids())
+    server.serve(ids(9, 9))
+    assert len(server.worker.memories) <= 3
+    last = server.serve(ids(20, 5) + TEXT + END, asks("b", 20, 50, method="mapped", group="g7"))
+    assert last.told["segments"][0]["action"] == "correct"
+    first = server.serve(ids(20, 5) + TEXT + END, asks("b", 20, 50, method="mapped", group="g0"))
+    assert first.told["found_segments"] == 0

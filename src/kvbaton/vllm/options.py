@@ -98,7 +98,8 @@ class ServerOptions:
     """``kv_connector_extra_config``.
 
     ``store_bytes``: KV of shared text kept for reuse, over all workers; the text used longest ago goes first.
-    ``memory_bytes``: learned state per group and method. ``window``: shortest text, in tokens, that is found by
+    ``memory_bytes``: learned state per group and method; ``max_lanes``: groups x methods kept at a time, the idle one
+    used longest ago goes first. ``window``: shortest text, in tokens, that is found by
     content. ``role_tokens``: an agent that gives no name is known by its first tokens. ``state_dir``: learned state
     is read from and saved to this folder.
     """
@@ -109,6 +110,7 @@ class ServerOptions:
     group: str = "default"
     store_bytes: int = 2 * 2**30
     memory_bytes: int | None = None
+    max_lanes: int = 64
     window: int = 16
     role_tokens: int = 32
     state_dir: str | None = None
@@ -117,8 +119,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.apply not in _APPLY:
             raise UsageError(f"apply is one of {', '.join(_APPLY)}, got {self.apply!r}")
-        if self.window < 4 or self.role_tokens < 1 or self.store_bytes < 0:
-            raise UsageError("window needs at least 4 tokens, role_tokens at least 1, store_bytes 0 or more")
+        if self.window < 4 or self.role_tokens < 1 or self.max_lanes < 1 or self.store_bytes < 0:
+            raise UsageError("at least 4 tokens for window, 1 for role_tokens, 1 lane for max_lanes, 0 for store_bytes")
         Method(self.method, tuple(self.set)).recipe()
 
     @classmethod

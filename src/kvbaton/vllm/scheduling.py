@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,12 +51,13 @@ class SchedulerRole:
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._predicted: list[float] = []
-        self.lanes: dict[Lane, LaneReport] = {}
+        self.lanes: OrderedDict[Lane, LaneReport] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._judges: list[Judge] = []
         self._captures: list[Capture] = []
         self._teaches: list[Teach] = []
         self._kept: set[str] = set()
+        self._closed: list[Lane] = []
 
     # --- one request, in the order of its life -------------------------------------------------------------------
 
@@ -74,6 +75,7 @@ class SchedulerRole:
         except KVBatonError as error:
             self._error(request.request_id, str(error), told=True)
             return
+        self._open(Lane(options.group, options.method))
         hop = self._begin(request, options)
         self.hops[request.request_id] = hop
         self.books.pin(hop.sources)
@@ -154,8 +156,8 @@ class SchedulerRole:
         for hop in self.hops.values():
             hop.load = None
         orders = StepOrders(tuple(self._captures), tuple(self._teaches), tuple(self._judges), tuple(loads),
-                            self.books.take_dropped(), frozenset(self._kept))
-        self._captures, self._teaches, self._judges, self._kept = [], [], [], set()
+                            self.books.take_dropped(), tuple(self._closed), frozenset(self._kept))
+        self._captures, self._teaches, self._judges, self._closed, self._kept = [], [], [], [], set()
         return orders
 
     def report(self, report: StepReport) -> None:
@@ -172,7 +174,7 @@ class SchedulerRole:
                 hop.refused[segment] = reason
                 hop.loaded.pop(segment, None)
                 hop.pieces = [piece for piece in hop.pieces if piece.segment != segment]
-        self.lanes.update(report.lanes)
+        self.lanes.update({lane: learned for lane, learned in report.lanes.items() if lane in self.lanes})
 
     def take_counts(self) -> dict[str, int]:
         """What `counts` grew by since the last call."""
@@ -185,6 +187,16 @@ class SchedulerRole:
         return predicted
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _open(self, lane: Lane) -> None:
+        """Make ``lane`` the youngest; close idle ones, the oldest first, until no more than `max_lanes` are open."""
+        self.lanes.setdefault(lane, LaneReport(0, 0, 0))
+        self.lanes.move_to_end(lane)
+        busy = {hop.lane for hop in self.hops.values()} | {lane}
+        for old in [old for old in self.lanes if old not in busy][:max(0, len(self.lanes) - self.options.max_lanes)]:
+            del self.lanes[old]
+            self.books.close(old)
+            self._closed.append(old)
 
     def _begin(self, request: Any, options: RequestOptions) -> Hop:
         ids = tuple(request.prompt_token_ids)

@@ -67,18 +67,18 @@ class TextBooks:
     def get(self, text: int) -> Text | None:
         return self._texts.get(text)
 
-    def lane(self, lane: Lane) -> _LaneBooks:
+    def _lane(self, lane: Lane) -> _LaneBooks:
         if lane not in self._lanes:
             self._lanes[lane] = _LaneBooks(TextIndex(self._window))
         return self._lanes[lane]
 
     def index(self, lane: Lane) -> TextIndex:
         """The lane's texts by content."""
-        return self.lane(lane).index
+        return self._lane(lane).index
 
     def named(self, lane: Lane, segment: Segment) -> Text | None:
         """The text of that owner with exactly these tokens."""
-        text = self.lane(lane).by_ids.get(segment.token_ids, {}).get(segment.owner or "")
+        text = self._lane(lane).by_ids.get(segment.token_ids, {}).get(segment.owner or "")
         return None if text is None else self._texts[text]
 
     def offer_read(self, lane: Lane, reference: Reference, segment: Segment, source: str, start: int,
@@ -113,7 +113,7 @@ class TextBooks:
         found = self._texts.pop(text, None)
         if found is None:
             return
-        books = self.lane(found.lane)
+        books = self._lane(found.lane)
         books.index.remove(text)
         books.tickets.drop(found.segment)
         owners = books.by_ids[found.segment.token_ids]
@@ -125,6 +125,12 @@ class TextBooks:
             self._retired.add(text)
         else:
             self._dropped.append(text)
+
+    def close(self, lane: Lane) -> None:
+        """Forget everything of a lane that nobody uses any more."""
+        for text in [text.id for text in self._texts.values() if text.lane == lane]:
+            self.forget(text)
+        self._lanes.pop(lane, None)
 
     def all_ids(self) -> tuple[int, ...]:
         """Every text in the books, the one used longest ago first."""
@@ -139,7 +145,7 @@ class TextBooks:
                start: int, exact: bool) -> Text | None:
         if self._bytes_of(len(segment)) > self._budget:
             return None
-        books = self.lane(lane)
+        books = self._lane(lane)
         before = books.tickets.get(segment)
         none = torch.empty(0, 0, 0, 0)
         hand_on(segment, KV(none, none, start, source, exact), books.tickets)

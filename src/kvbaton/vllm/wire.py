@@ -112,13 +112,15 @@ class Load:
 
 @dataclass(frozen=True)
 class StepOrders:
-    """One step's orders. ``finished``: requests whose blocks may be freed once their captures are done."""
+    """One step's orders. ``closed``: lanes whose learned state may go; ``finished``: requests whose blocks may be
+    freed once their captures are done."""
 
     captures: tuple[Capture, ...] = ()
     teaches: tuple[Teach, ...] = ()
     judges: tuple[Judge, ...] = ()
     loads: tuple[Load, ...] = ()
     drops: tuple[int, ...] = ()
+    closed: tuple[Lane, ...] = ()
     finished: frozenset[str] = frozenset()
 
 

@@ -90,6 +90,8 @@ class WorkerRole:
                 blocks.update(load.blocks)
         for text in orders.drops:
             self.texts.pop(text, None)
+        for lane in orders.closed:
+            self._close_lane(lane)
         return StepReport(verdicts, refused, lost, self._lane_reports()), blocks
 
     def drain(self) -> None:
@@ -101,9 +103,8 @@ class WorkerRole:
     def close(self) -> None:
         """Finish learning and save what was learned."""
         self._pool.shutdown(wait=True)
-        if self.state_dir is not None:
-            for lane, memory in self.memories.items():
-                memory.save(self._state_file(lane), self.identity)
+        for lane in list(self.memories):
+            self._close_lane(lane)
 
     def memory(self, lane: Lane) -> Memory:
         """What the lane has learned; read from the state folder the first time it is asked for."""
@@ -119,6 +120,12 @@ class WorkerRole:
             except StoreError as error:
                 _LOG.warning("learned state not used: %s", error)
         return Memory(corrector, self.geometry, self.memory_bytes)
+
+    def _close_lane(self, lane: Lane) -> None:
+        """Let go of what a lane learned; saved, where there is a folder for it."""
+        memory = self.memories.pop(lane, None)
+        if memory is not None and memory.edges() and self.state_dir is not None:
+            memory.save(self._state_file(lane), self.identity)
 
     def _state_file(self, lane: Lane) -> Path:
         assert self.state_dir is not None
@@ -227,7 +234,7 @@ class WorkerRole:
         with self._lock:
             changed, self._changed = self._changed, set()
         reports = {}
-        for lane in changed:
+        for lane in changed & self.memories.keys():
             memory = self.memories[lane]
             texts = [state.texts for edge in memory.edges() if (state := memory.state(edge)) is not None]
             reports[lane] = LaneReport(len(texts), sum(texts), memory.nbytes)
