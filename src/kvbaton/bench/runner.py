@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,22 @@ class Runner:
             lessons += [turns] if turns else []
         casts: dict[str, Session] = {}
         done = len(self._learn)
-        for recipe in methods.values():
-            self._step(done, total, f"teaching {recipe.name}")
-            file = self._out.with_suffix("") / f"{recipe.name}-{digest(recipe)}.safetensors"
-            casts[recipe.name] = cast(self._engine, recipe, lessons, file)
-            done += 1
-        with Session(self._engine, recipe_of(DENSE), prefix_cache=False) as reference:
+        with ExitStack() as open_sessions:
+            for recipe in methods.values():
+                self._step(done, total, f"teaching {recipe.name}")
+                session = cast(self._engine, recipe, lessons, self._learned(recipe))
+                casts[recipe.name] = open_sessions.enter_context(session)
+                done += 1
+            exact = Session(self._engine, recipe_of(DENSE), prefix_cache=False)
+            reference = open_sessions.enter_context(exact)
             for repeat, question, left in todo:
                 pairs = [(r, casts[r.name]) for r in left]
                 done = self._question(journal, repeat, question, pairs, reference, done, total)
-        for session in casts.values():
-            session.close()
+
+    def _learned(self, recipe: Recipe) -> Path:
+        """Where what a method learned lies; another name for other settings or other learn questions."""
+        made_by = hashlib.blake2b(repr((recipe, sorted(self.identity().items()))).encode(), digest_size=6).hexdigest()
+        return self._out.with_suffix("") / f"{recipe.name}-{made_by}.safetensors"
 
     def _question(self, journal: Journal, repeat: int, question: Question, left: list[tuple[Recipe, Session]],
                   reference: Session, done: int, total: int) -> int:

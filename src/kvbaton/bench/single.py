@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -139,9 +140,10 @@ class Speed:
         return len(self.points) * len(self.methods) * self.repeats
 
 
-def prepare(engine: HFEngine, stream: Stream, recipe: Recipe, learn: int) -> tuple[Session, Record]:
+def prepare(engine: HFEngine, stream: Stream, recipe: Recipe, learn: int,
+            open_sessions: ExitStack) -> tuple[Session, Record]:
     """A session that has learned from ``learn`` dense teams, with everything warm, and what learning cost."""
-    session = Session(engine, teaching(recipe))
+    session = open_sessions.enter_context(Session(engine, teaching(recipe)))
     teams = learn if recipe.corrector.learns else 1
     begin = time.perf_counter()
     hops = [hop for sample in range(teams) for hop, _ in stream.run(session, -1 - sample)]
@@ -160,13 +162,13 @@ def measure(engine: HFEngine, speed: Speed, machine: Machine, done: Container[Ke
                 if (point.name, name, repeat) not in done]
         stream = Stream(engine, point, speed.seed)
         wanted = {name for _, name in todo}
-        casts = {r.name: prepare(engine, stream, r, speed.learn) for r in speed.methods if r.name in wanted}
-        for repeat, name in todo:
-            session, cost = casts[name]
-            yield {"question": point.name, "method": name, "repeat": repeat, "point": asdict(point), "learn": cost,
-                   **_timed(engine, stream, session, repeat, machine)}
-        for session, _ in casts.values():
-            session.close()
+        with ExitStack() as open_sessions:
+            casts = {r.name: prepare(engine, stream, r, speed.learn, open_sessions)
+                     for r in speed.methods if r.name in wanted}
+            for repeat, name in todo:
+                session, cost = casts[name]
+                yield {"question": point.name, "method": name, "repeat": repeat, "point": asdict(point), "learn": cost,
+                       **_timed(engine, stream, session, repeat, machine)}
 
 
 def _turned(names: list[str], by: int) -> list[str]:
