@@ -12,26 +12,15 @@ from typing import Any
 
 from kvbaton.errors import KVBatonError
 from kvbaton.kv import Geometry
-from kvbaton.prompt import Segment, Span
-from kvbaton.references import Keep
+from kvbaton.prompt import Span
 from kvbaton.vllm import planning
-from kvbaton.vllm.hop import FOUND_SHARE, Hop, find_content, find_marked, role_of
+from kvbaton.vllm.hop import Hop, find_content, find_marked, role_of
+from kvbaton.vllm.leaving import Leavings
 from kvbaton.vllm.options import PARAMS_KEY, RequestOptions, ServerOptions
 from kvbaton.vllm.paging import blocks_of, slots_of
 from kvbaton.vllm.salting import salt_request
-from kvbaton.vllm.texts import Text, TextBooks
-from kvbaton.vllm.wire import (
-    Capture,
-    Judge,
-    Lane,
-    LaneReport,
-    Load,
-    Shared,
-    StepOrders,
-    StepReport,
-    Teach,
-    Verdict,
-)
+from kvbaton.vllm.texts import TextBooks
+from kvbaton.vllm.wire import Judge, Lane, LaneReport, Load, StepOrders, StepReport, Verdict
 
 _LOG = logging.getLogger("kvbaton.vllm")
 _ENDED_WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
@@ -54,9 +43,7 @@ class SchedulerRole:
         self.lanes: OrderedDict[Lane, LaneReport] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._judges: list[Judge] = []
-        self._captures: list[Capture] = []
-        self._teaches: list[Teach] = []
-        self._kept: set[str] = set()
+        self._leavings = Leavings(self.books, block_size)
         self._closed: list[Lane] = []
 
     # --- one request, in the order of its life -------------------------------------------------------------------
@@ -128,12 +115,7 @@ class SchedulerRole:
         keep, outcome = False, request.status.name.removeprefix("FINISHED_").lower()
         self._judges = [judge for judge in self._judges if judge.request != request.request_id]
         if request.status.name in _ENDED_WELL and hop.verdicts is not None:
-            queued = len(self._captures) + len(self._teaches)
-            self._leave(hop, block_ids)
-            self._leave_output(hop, block_ids)
-            keep = len(self._captures) + len(self._teaches) > queued
-        if keep:
-            self._kept.add(request.request_id)
+            keep = self._leavings.end(hop, block_ids)
         self.books.unpin(hop.sources)
         self._count_end(hop, outcome)
         if self.options.log_requests:
@@ -152,12 +134,14 @@ class SchedulerRole:
             if hop.load is not None:
                 loads += self._loads(hop, hop.load, block_ids(request_id))
             if not hop.captured and hop.request.num_computed_tokens >= hop.tokens:
-                self._leave(hop, block_ids(request_id))
+                self._leavings.prompt(hop, block_ids(request_id))
         for hop in self.hops.values():
             hop.load = None
-        orders = StepOrders(tuple(self._captures), tuple(self._teaches), tuple(self._judges), tuple(loads),
-                            self.books.take_dropped(), tuple(self._closed), frozenset(self._kept))
-        self._captures, self._teaches, self._judges, self._closed, self._kept = [], [], [], [], set()
+        left = self._leavings.take()
+        self.counts["texts_stored"] += len(left.captures)
+        orders = StepOrders(tuple(left.captures), tuple(left.teaches), tuple(self._judges), tuple(loads),
+                            self.books.take_dropped(), tuple(self._closed), frozenset(left.kept))
+        self._judges, self._closed = [], []
         return orders
 
     def report(self, report: StepReport) -> None:
@@ -243,59 +227,6 @@ class SchedulerRole:
             hop.loaded[part.segment] = hop.loaded.get(part.segment, 0) + len(rows)
             self.counts["tokens_moved"] += len(rows)
         return loads
-
-    def _leave(self, hop: Hop, table: Sequence[int]) -> None:
-        """Queue what the prompt's exact rows teach, and the captures of its shared text, once."""
-        if hop.captured:
-            return
-        hop.captured = True
-        parts = list(enumerate(zip(hop.shared, hop.verdicts or (), strict=True)))
-        held = [None if part.source is None else self.books.get(part.source.text) for part in hop.shared]
-        for i, (part, verdict) in parts:
-            if i in hop.refused or not verdict.reused:
-                self._teach(hop, part, verdict, held[i], table)
-        if not hop.options.save:
-            return
-        keeps = hop.lane.method.recipe().reference.keeps
-        for i, (part, verdict) in parts:
-            source, reused = held[i], verdict.reused and i not in hop.refused
-            whole = source is None or source.tokens == part.end - part.start
-            if whole and (Keep.REUSED_READS if reused else Keep.EXACT_READS) in keeps:
-                self._leave_read(hop, Span(part.start, part.end), part.share, table)
-        for span in hop.new_text if Keep.EXACT_READS in keeps else ():
-            self._leave_read(hop, span, FOUND_SHARE, table)
-
-    def _teach(self, hop: Hop, part: Shared, verdict: Verdict, source: Text | None, table: Sequence[int]) -> None:
-        """Queue a lesson if the segment was computed exactly, from a source that may teach."""
-        recipe = hop.lane.method.recipe()
-        if (recipe.corrector.learns and part.end <= hop.exact_until and verdict.edge is not None
-                and part.source is not None and source is not None and (source.exact or recipe.learn_approximate)):
-            self._teaches.append(Teach(hop.lane, verdict.edge, part.source, part.start,
-                                       tuple(slots_of(table, part.start, part.end, self.block_size))))
-
-    def _leave_read(self, hop: Hop, span: Span, share: str, table: Sequence[int]) -> None:
-        """Offer text that this hop read to the recipe's reference; queue its capture if it is wanted."""
-        segment = Segment(hop.prompt.token_ids[span.start:span.end], share)
-        text = self.books.offer_read(hop.lane, hop.lane.method.recipe().reference, segment, hop.reader, span.start,
-                                     exact=span.end <= hop.exact_until)
-        self._capture(hop, text, table)
-
-    def _leave_output(self, hop: Hop, table: Sequence[int]) -> None:
-        """Queue the capture of what the agent wrote; the last sampled token has no KV."""
-        recipe, request = hop.lane.method.recipe(), hop.request
-        held = min(request.num_computed_tokens, request.num_tokens - 1) - hop.tokens
-        ids = tuple(request.all_token_ids[hop.tokens:hop.tokens + held])
-        if held > 0 and hop.options.save and Keep.WRITTEN in recipe.reference.keeps:
-            segment = Segment(ids, hop.options.output or hop.reader)
-            self._capture(hop, self.books.offer_written(hop.lane, recipe.reference, segment, hop.reader, hop.tokens,
-                                                        exact=not hop.pieces), table)
-
-    def _capture(self, hop: Hop, text: Text | None, table: Sequence[int]) -> None:
-        if text is not None:
-            slots = slots_of(table, text.start, text.start + text.tokens, self.block_size)
-            self._captures.append(Capture(text.id, hop.lane, text.segment.token_ids, text.source, text.start,
-                                          text.exact, tuple(slots)))
-            self.counts["texts_stored"] += 1
 
     def _count_end(self, hop: Hop, outcome: str) -> None:
         self.counts["requests"] += 1
