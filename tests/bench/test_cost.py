@@ -24,7 +24,7 @@ def test_predictions_are_the_specs_and_pages_cost_far_more() -> None:
     assert blend.predicted == pytest.approx((2 + 0.1 * 2) / 4)
     assert random.predicted == pytest.approx(0.1)
     assert random.page_rounded == pytest.approx(0.815, abs=1e-3), "what a page-rounded simulation charges for 10 %"
-    assert blend.dense_s > 0
+    assert blend.dense_seconds > 0
 
 
 def test_nothing_to_measure_is_refused() -> None:

@@ -6,8 +6,8 @@
     python docs/results/field/study.py cost         price of selective recompute at 4,096 tokens
     python docs/results/field/study.py table        README.md from everything that is there
 
-Every method is forced to the same dense answers; methods take turns within a question, so times are of one run. Results
-lie beside this file, one JSON line a question and method, and every step goes on where it stopped.
+Every method is forced to the same answers, from the data sets; methods take turns within a question, so times are of
+one run. Results lie beside this file, one JSON line a question and method; every step goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from kvbaton.bench import data
 from kvbaton.bench.accounting import nominal_reuse
 from kvbaton.bench.cast import FrozenMemory, teaching
-from kvbaton.bench.chain import Chain, Turn, agreement, dense_chain, divergence, replay
+from kvbaton.bench.chain import Chain, Turn, agreement, divergence, replay
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.cost import selective_cost
 from kvbaton.bench.coverage import Ruler
@@ -37,7 +37,7 @@ from kvbaton.engine.capture import Capture, Captures
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.models import load
 from kvbaton.engine.result import HopResult
-from kvbaton.engine.sampling import Force, Generate
+from kvbaton.engine.sampling import Force
 from kvbaton.engine.session import Session
 from kvbaton.memory import Memory
 from kvbaton.overrides import override
@@ -46,8 +46,8 @@ from kvbaton.recipes import PrivateText, Recipe, recipe
 from kvbaton.references import ALONE, RunStore
 
 HERE = Path(__file__).parent
-SELECTIVE = ("full-shared", "prompt-cache", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching",
-             "epic", "prophetkv", "random-matched")
+SELECTIVE = ("full-shared", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching", "epic", "prophetkv",
+             "random-matched")
 LEARNING = ("graphflow", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas")
 VARIANTS = {
     # CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30.
@@ -58,7 +58,7 @@ VARIANTS = {
 PAIRS = (("cacheblend", "random-matched"), ("cacheblend", "cacheblend-bottomright"),
          ("kvcomm-open", "kvcomm-upstream-open"))
 """Comparisons that were expected to favour the first."""
-LEARN, QUESTIONS, ANSWER_TOKENS = 10, 20, {"gsm8k": 32, "hotpotqa-evidence": 24}
+LEARN, QUESTIONS = 10, 20
 
 
 def method(name: str) -> Recipe:
@@ -110,20 +110,18 @@ def turned(names: Sequence[str], at: int) -> Sequence[str]:
     return [*names[at % len(names):], *names[:at % len(names)]]
 
 
-def chains(engine: HFEngine, name: str, questions: Sequence[Question], runs: Path) -> Iterator[Chain]:
-    """The team's dense answers to each question, kept in ``runs``."""
+def chains(engine: HFEngine, questions: Sequence[Question]) -> list[Chain]:
+    """A GSM8K team whose answers are given: parts of the data set's worked solution, so that nothing is decoded."""
     assert engine.text is not None
-    script, tokens = Script(engine.text, task(name).agents(), engine.eos_ids), ANSWER_TOKENS[name]
-    runs.mkdir(parents=True, exist_ok=True)
+    script = Script(engine.text, task("gsm8k").agents(), engine.eos_ids)
+    out: list[Chain] = []
     for question in questions:
-        file = runs / f"{name}-{question.id}-{tokens}.json"
-        if not file.exists():
-            readers = [(partial(script.prompt, agent, question), agent.name) for agent in script.agents]
-            made = dense_chain(engine, readers, tokens)
-            file.write_text(json.dumps({turn.writes: turn.answer for turn in made}))
-        answers = {writer: tuple(ids) for writer, ids in json.loads(file.read_text()).items()}
-        yield [Turn(script.prompt(agent, question, answers), answers[agent.name], agent.name)
-               for agent in script.agents]
+        worked, final = script.ids(question.row["answer"].partition("####")[0]), question.gold.split()[-1]
+        answers = {"solver": worked[:40], "analyst": worked[-40:], "judge": script.ids(question.gold),
+                   "programmer": script.ids(f"result = {final}\nprint(result)\nFinal answer: {final}")}
+        out.append([Turn(script.prompt(agent, question, answers), answers[agent.name], agent.name)
+                    for agent in script.agents])
+    return out
 
 
 def taught(engine: HFEngine, name: str, lessons: Sequence[Chain], runs: Path) -> Memory:
@@ -169,10 +167,9 @@ def teams(engine: HFEngine, folder: Path | None, runs: Path) -> None:
     journal, names = Journal(HERE / "gsm8k.jsonl"), ("dense", *SELECTIVE, *LEARNING)
     learn, score = drawn("gsm8k", folder, LEARN, QUESTIONS)
     left = [q for q in score if any((q.id, name) not in journal.done for name in names)]
-    known = list(chains(engine, "gsm8k", [*learn, *left], runs))
-    open_sessions = sessions(engine, known[:len(learn)], names, runs)
+    open_sessions = sessions(engine, chains(engine, learn), names, runs)
     with Session(engine, recipe("dense"), prefix_cache=False) as reference:
-        for question, chain in zip(left, known[len(learn):], strict=True):
+        for question, chain in zip(left, chains(engine, left), strict=True):
             truth = replay(reference, chain)
             for name in turned(names, score.index(question)):
                 if (question.id, name) not in journal.done:
@@ -183,7 +180,7 @@ def teams(engine: HFEngine, folder: Path | None, runs: Path) -> None:
 def evidence(engine: HFEngine, folder: Path | None) -> None:
     """Keepers are the same for every method that does not learn: their KV is made once a question."""
     journal, names = Journal(HERE / "hotpotqa-evidence.jsonl"), ("dense", *SELECTIVE)
-    _, score = drawn("hotpotqa-evidence", folder, 5, QUESTIONS)
+    _, score = drawn("hotpotqa-evidence", folder, 0, QUESTIONS)
     assert engine.text is not None
     script = Script(engine.text, task("hotpotqa-evidence").agents(), engine.eos_ids)
     reader = next(agent for agent in script.agents if agent.name == "reader")
@@ -193,9 +190,8 @@ def evidence(engine: HFEngine, folder: Path | None) -> None:
         if all((question.id, name) in journal.done for name in names):
             continue
         asked = script.prompt(reader, question, {})
+        answer = Force(script.ids(question.gold))
         with Session(engine, recipe("dense"), prefix_cache=False) as reference:
-            ids = reference.hop(asked, Generate(ANSWER_TOKENS["hotpotqa-evidence"]), RunStore()).output_ids
-            answer = Force(ids or (min(engine.eos_ids),))
             truth = reference.hop(asked, answer, RunStore())
         kept, alone = RunStore(), RunStore()
         for agent in script.agents:
@@ -223,13 +219,12 @@ def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, e
         store.put(segment, replace(held[0], boundary=tuple(pair for kv in held for pair in kv.boundary)))
 
 
-def coverage(engine: HFEngine, folder: Path | None, runs: Path, n: int) -> None:
+def coverage(engine: HFEngine, folder: Path | None, n: int) -> None:
     """Append one JSON line a method that is not there yet."""
     out = HERE / "coverage.jsonl"
     done = {line["method"] for line in lines(out)}
     learn, score = drawn("gsm8k", folder, LEARN, n)
-    known = list(chains(engine, "gsm8k", [*learn, *score], runs))
-    lessons, scored = known[:LEARN], known[LEARN:]
+    lessons, scored = chains(engine, learn), chains(engine, score)
     whole = Ruler(engine, scored)
     peers = Ruler(engine, scored, frozenset(agent.name for agent in task("gsm8k").agents()))
     for name in (m for m in (*SELECTIVE, *LEARNING) if m not in done):
@@ -316,9 +311,10 @@ def pair(found: Found, first: str, second: str) -> str:
 
 
 def cost_table(record: dict[str, Any]) -> str:
-    rows = [[c["method"], f"{c['ttft_s']:.2f}", f"{c['dense_s']:.2f}", f"{c['predicted']:.3f}", f"{c['measured']:.3f}",
-             f"{c['measured'] / c['predicted'] - 1:+.0%}", f"{c['page_rounded']:.3f}"] for c in record["costs"]]
-    head = ["method", "TTFT s", "dense TTFT s", "formula", "measured", "off by", "page-rounded"]
+    rows = [[c["method"], f"{c['seconds']:.2f}", f"{c['dense_seconds']:.2f}", f"{c['predicted']:.3f}",
+             f"{c['measured']:.3f}", f"{c['measured'] / c['predicted'] - 1:+.0%}", f"{c['page_rounded']:.3f}"]
+            for c in record["costs"]]
+    head = ["method", "CPU s", "dense CPU s", "formula", "measured", "off by", "page-rounded"]
     tokens = record["costs"][0]["shared_tokens"]
     return (f"## Cost of selective recompute, {tokens} shared tokens\n\nShare of a dense prefill of the shared rows; "
             f"medians of {record['repeats']} interleaved repeats.\n\n" + markdown(head, rows))
@@ -336,14 +332,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=None)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where dense answers are kept")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where what was learned is kept")
     a = parser.parse_args()
     if a.step == "table":
         (HERE / "README.md").write_text(table())
         return
     engine = load(a.model)
     steps = {"teams": partial(teams, engine, a.data_dir, a.runs), "evidence": partial(evidence, engine, a.data_dir),
-             "coverage": partial(coverage, engine, a.data_dir, a.runs, a.n),
+             "coverage": partial(coverage, engine, a.data_dir, a.n),
              "cost": partial(cost, engine, a.tokens, a.repeats)}
     steps[a.step]()
 

@@ -2,15 +2,17 @@
 
     FLOPs of m rows that see c keys each, a layer   2 m x weights + 4 m c x query width
     predicted share   (FLOPs of the method - FLOPs of full reuse) / (FLOPs of dense - FLOPs of full reuse)
-    measured share    the same of times to first token
+    measured share    the same of times, first token and one row after it
     page-rounded      a page of 16 tokens counts as computed if any row of it is chosen: the charge of paged simulations
 
 Taking full reuse off both leaves the price of the shared rows alone, without private text, moving keys or the head.
+On a CPU with one thread the price is taken in processor seconds, which other jobs on the machine do not lengthen.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,13 +31,13 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Cost:
-    """One method at one length. Shares are of a dense prefill of the shared rows; times are medians."""
+    """One method at one length. Shares are of a dense prefill of the shared rows; ``seconds`` are medians."""
 
     method: str
     shared_tokens: int
     rows_per_layer: tuple[int, ...]
-    ttft_s: float
-    dense_s: float
+    seconds: float
+    dense_seconds: float
     predicted: float
     measured: float
     page_rounded: float
@@ -62,19 +64,23 @@ def selective_cost(engine: HFEngine, methods: Sequence[Recipe], tokens: int, rep
     runs = [session.start_run() for session in sessions]
     for session, run in zip(sessions, runs, strict=True):
         session.hop(source, Generate(1), run)
+    alone = engine.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     for _ in range(repeats):
-        last = [session.hop(reader, Generate(1), run) for session, run in zip(sessions, runs, strict=True)]
-        for taken, result in zip(times, last, strict=True):
-            taken.append(result.ttft_s)
+        last = []
+        for session, run, taken in zip(sessions, runs, times, strict=True):
+            begin = clock()
+            last.append(session.hop(reader, Generate(1), run))
+            taken.append(clock() - begin)
     for session in sessions:
         session.close()
     dense_s, reuse_s, *others = (statistics.median(taken) for taken in times)
     keys = len(reader.segments[0]) + tokens / 2
     whole = shared_flops(engine, [tokens] * engine.geometry.layers, keys)
-    return [Cost(method.name, tokens, result.rows_per_layer, ttft, dense_s,
+    return [Cost(method.name, tokens, result.rows_per_layer, seconds, dense_s,
                  shared_flops(engine, result.rows_per_layer, keys) / whole,
-                 (ttft - reuse_s) / (dense_s - reuse_s), _page_rounded(result.rows_per_layer, tokens))
-            for method, result, ttft in zip(methods, last[2:], others, strict=True)]
+                 (seconds - reuse_s) / (dense_s - reuse_s), _page_rounded(result.rows_per_layer, tokens))
+            for method, result, seconds in zip(methods, last[2:], others, strict=True)]
 
 
 def _prompts(engine: HFEngine, tokens: int, seed: int) -> tuple[Prompt, Prompt]:
