@@ -17,8 +17,8 @@ QUESTION = ("question", ids(40, 1))
 SOURCE = prompt("solver", (None, ids(5, 2)), QUESTION, (None, ids(4, 3)))
 READER = prompt("critic", (None, ids(9, 4)), QUESTION, (None, ids(6, 5)))
 SELECTIVE = {
-    "cacheblend": (), "epic": ("selector.rows=4",), "prophetkv": (), "random": (), "droidspeak": ("selector.first=1", "selector.last=2"),
-    "relaycaching": ("selector.detect=1", "selector.last=2"),
+    "cacheblend": (), "epic": ("selector.rows=4",), "prophetkv": (), "random": (),
+    "droidspeak": ("selector.first=1", "selector.last=2"), "relaycaching": ("selector.detect=1", "selector.last=2"),
 }
 
 
