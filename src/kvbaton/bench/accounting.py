@@ -21,9 +21,9 @@ class Account:
     """Books of one method over its hops behind a source hop.
 
     ``nominal``: 1 - the selector's budget, None where the budget is an outcome; ``effective``: share of reusable
-    entries (token x layer) not recomputed; ``hop``: share of hops that reused anything. ``rows_per_layer``: mean reused rows
-    recomputed; ``extra_entries``: isolated encodes and query passes; ``boundary_bytes``: kept hidden states, inside
-    ``held_bytes``. Byte counts are the largest of any hop, ``moved_bytes`` is the mean.
+    entries (token x layer) not recomputed; ``hop``: share of hops that reused anything. ``rows_per_layer``: mean
+    reused rows recomputed; ``extra_entries``: isolated encodes and query passes; ``boundary_bytes``: kept hidden
+    states, inside ``held_bytes``. Byte counts are the largest of any hop, ``moved_bytes`` is the mean.
     """
 
     hops: int

@@ -95,7 +95,7 @@ class Turning(Protocol):
         ...
 
 
-def no_reveal(truth: KV, source: KV) -> EdgeState:
+def no_reveal(_truth: KV, _source: KV) -> EdgeState:
     """`Corrector.reveal` of every corrector that lives on what it learned."""
     raise InvariantError("reveal() was called on a corrector that needs no truth")
 
