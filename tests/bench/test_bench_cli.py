@@ -91,7 +91,7 @@ def test_bench_single(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "kind", "says"), [
     (["eval", "gsm8", "--methods", "dense"], UnknownName, "gsm8k"),
     (["eval", "gsm8k", "--methods", "dens"], UnknownName, "dense"),
-    (["eval", "gsm8k", "--methods", ","], UsageError, "at least one"),
+    (["eval", "gsm8k", "--methods", ","], UsageError, "one method"),
     (["eval", "gsm8k", "--methods", "dense", "--measure", "accurate"], UnknownName, "accuracy"),
     (["eval", "gsm8k", "--methods", "epic", "--set", "epic:selector.row=1"], UnknownName, r"selector\.rows"),
     (["eval", "gsm8k", "--methods", "epic", "--set", "selector.rows=1"], UsageError, "METHOD:part"),

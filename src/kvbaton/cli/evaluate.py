@@ -20,6 +20,7 @@ DataFolder = Annotated[Path | None, typer.Option(
     "--data-dir", envvar="KVBATON_DATA", help="A folder with TASK*.jsonl files, looked at before packages.")]
 Methods = Annotated[str, typer.Option(help="Comma-separated names from `kvbaton methods`, or all.")]
 
+
 class StepDisplay(ExitStack):
     """Progress whose number of steps is known once the work has been looked at."""
 
