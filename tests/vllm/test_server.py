@@ -75,8 +75,8 @@ def test_plain_clients_get_exact_answers_and_metrics_count(url, folder) -> None:
     assert len(answers) == 1
     with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as page:
         metrics = page.read().decode()
-    for name in ("kvbaton:segments_found_total", "kvbaton:segments_reused_total", "kvbaton:tokens_moved_total",
-                 "kvbaton:texts", "kvbaton:segments_rejected_total"):
+    for name in ("vllm:kvbaton_segments_found_total", "vllm:kvbaton_segments_reused_total", "vllm:kvbaton_tokens_moved_total",
+                 "vllm:kvbaton_texts", "vllm:kvbaton_segments_rejected_total"):
         assert name in metrics
 
 

@@ -66,13 +66,13 @@ def _one(server: Server, grid: Grid, method: str, qps: float, name: str, run: st
     before = _metrics(server)
     teams = asyncio.run(play(server, cell, grid.seed))
     after = _metrics(server)
-    moved = gauge(after, "kvbaton:tokens_moved_total") - gauge(before, "kvbaton:tokens_moved_total")
+    moved = gauge(after, "vllm:kvbaton_tokens_moved_total") - gauge(before, "vllm:kvbaton_tokens_moved_total")
     if method != BASELINE and not moved:
         raise UsageError(f"{method!r} reused nothing on this server: the numbers would be those of the baseline. "
                          "Was it started by `kvbaton serve`?")
     return {**summarise(cell, teams, grid.ttft_slo_s), "moved_tokens": int(moved),
-            "store_mib": gauge(after, "kvbaton:store_bytes") / 2**20,
-            "learned_mib": gauge(after, "kvbaton:learned_bytes") / 2**20}
+            "store_mib": gauge(after, "vllm:kvbaton_store_bytes") / 2**20,
+            "learned_mib": gauge(after, "vllm:kvbaton_learned_bytes") / 2**20}
 
 
 def _group(run: str, method: str) -> str:

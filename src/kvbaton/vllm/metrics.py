@@ -12,6 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvbaton.vllm.scheduling import SchedulerRole
 
+_PREFIX = "vllm:kvbaton_"
+"""vLLM shows, and clears on a restart in one process, metrics of its own name space only."""
+
 _COUNTERS = {
     "requests": "Requests that ran under KVBaton",
     "requests_refused": "Requests with wrong or impossible KVBaton parameters, served exactly",
@@ -63,18 +66,18 @@ class KVBatonStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVBatonPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same numbers as Prometheus metrics named ``kvbaton:*``; rejected segments carry their reason."""
+    """The same numbers as Prometheus metrics named ``vllm:kvbaton_*``; rejected segments carry their reason."""
 
     def __init__(self, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str],
                  per_engine_labelvalues: dict[int, list[object]]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {name: self._counter_cls(f"kvbaton:{name}", text, labelnames)
+        self._counters = {name: self._counter_cls(f"{_PREFIX}{name}", text, labelnames)
                           for name, text in _COUNTERS.items()}
-        self._gauges = {name: self._gauge_cls(f"kvbaton:{name}", text, labelnames) for name, text in _GAUGES.items()}
-        self._rejected = self._counter_cls("kvbaton:segments_rejected", "Shared segments computed, by reason",
+        self._gauges = {name: self._gauge_cls(f"{_PREFIX}{name}", text, labelnames) for name, text in _GAUGES.items()}
+        self._rejected = self._counter_cls(f"{_PREFIX}segments_rejected", "Shared segments computed, by reason",
                                            [*labelnames, "reason"])
         self._predicted = self._histogram_cls(
-            "kvbaton:predicted_divergence", "Predicted divergence of reused segments, nats a token", labelnames,
+            f"{_PREFIX}predicted_divergence", "Predicted divergence of reused segments, nats a token", labelnames,
             buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -69,6 +69,7 @@ class WorkerRole:
     broken: str | None = None
     texts: dict[int, KV] = field(default_factory=dict)
     memories: dict[Lane, Memory] = field(default_factory=dict)
+    _lost: set[int] = field(default_factory=set)
     _changed: set[Lane] = field(default_factory=set)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvbaton-learn"))
     _pending: list[Future[None]] = field(default_factory=list)
@@ -77,7 +78,7 @@ class WorkerRole:
     @torch.no_grad()
     def run(self, orders: StepOrders) -> tuple[StepReport, set[int]]:
         """Carry out one step's orders, in the order of `wire`; returns the report and the blocks that were refused."""
-        lost = frozenset(c.text for c in orders.captures if not self._try_capture(c))
+        self._lost = {capture.text for capture in orders.captures if not self._try_capture(capture)}
         for teach in orders.teaches:
             self._teach(teach)
         verdicts = {judge.request: self._judge(judge) for judge in orders.judges}
@@ -92,7 +93,7 @@ class WorkerRole:
             self.texts.pop(text, None)
         for lane in orders.closed:
             self._close_lane(lane)
-        return StepReport(verdicts, refused, lost, self._lane_reports()), blocks
+        return StepReport(verdicts, refused, frozenset(self._lost), self._lane_reports()), blocks
 
     def drain(self) -> None:
         """Wait until everything taught so far is learned."""
@@ -197,8 +198,12 @@ class WorkerRole:
                      for step in plan.steps)
 
     def _source(self, source: Source, tokens: int) -> KV | None:
+        """The source rows; None, and the text is reported as lost, if it is not here."""
         held = self.texts.get(source.text)
-        return None if held is None else held.rows(source.offset, source.offset + tokens)
+        if held is None:
+            self._lost.add(source.text)
+            return None
+        return held.rows(source.offset, source.offset + tokens)
 
     def _try_load(self, load: Load) -> str | None:
         """Write the rows; a reason if they were refused (some layers may then be written, all are computed again)."""
