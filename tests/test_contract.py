@@ -21,8 +21,11 @@ from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import Mask, PrivateText, Recipe, names, recipe
 from kvbaton.references import Isolated, RunStore
 from kvbaton.selectors.base import AllRows, NoRows
+from kvbaton.selectors.combine import Split, Union
+from kvbaton.selectors.deviation import Deviation
 from kvbaton.selectors.layers import LayerBlock
 from kvbaton.selectors.leading import Leading
+from kvbaton.selectors.random import RandomRows
 from kvbaton.selectors.relay import Relay
 from tiny import engine as engine_of
 from tiny import ids
@@ -251,6 +254,14 @@ def test_the_bottom_right_mask_shows_later_keys_and_the_exact_mask_does_not(engi
     assert torch.equal(one.v, two.v), "selected rows may not depend on what stands behind them"
     one, two = held_before(50, Mask.BOTTOM_RIGHT), held_before(51, Mask.BOTTOM_RIGHT)
     assert not torch.allclose(one.v, two.v, atol=1e-3)
+
+
+def test_combined_selectors_compute_what_their_parts_want(engine: HFEngine) -> None:
+    """First rows everywhere, a block of layers from kept hidden states; then a budget split between two rules."""
+    both = replace(recipe("full-shared"), selector=Union((Leading(rows=2), LayerBlock(2, 2))))
+    assert usual(engine, both).hop().rows_per_layer == (2, 2, 24, 2)
+    split = replace(recipe("full-shared"), selector=Split((RandomRows(0.25), Deviation(0.25))))
+    assert usual(engine, split).hop().rows_per_layer == (24, 24, 12, 12)
 
 
 # --- the stored cache is never written to --------------------------------------------------------------------------
