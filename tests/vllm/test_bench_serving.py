@@ -104,7 +104,8 @@ class Stub(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send(f"vllm:kvbaton_tokens_moved_total {self.server.moved}\nvllm:kvbaton_store_bytes 1048576\n", "text/plain")
+        self._send(f"vllm:kvbaton_tokens_moved_total {self.server.moved}\nvllm:kvbaton_store_bytes 1048576\n",
+                   "text/plain")
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

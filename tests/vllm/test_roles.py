@@ -232,6 +232,7 @@ def test_learned_state_is_saved_and_read_again(tmp_path) -> None:
         server.worker.state_dir = tmp_path
         server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
         servers.append(server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped")))
+        assert list(tmp_path.glob("*.safetensors")), "saved while it runs, not only at the end"
         server.worker.close()
     assert [s.told["segments"][0]["action"] for s in servers] == ["recompute", "correct"]
     from kvbaton.store import check_file

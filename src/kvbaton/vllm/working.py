@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from kvbaton.vllm.planning import build_prompt
 from kvbaton.vllm.wire import Capture, Judge, Lane, LaneReport, Load, Source, StepOrders, StepReport, Teach, Verdict
 
 _LOG = logging.getLogger("kvbaton.vllm")
+SAVE_EVERY_S = 30.0
+"""A lane's learned state is saved when it has learned and the last time is so long ago; and at the end."""
+
 _TOLERANCE = {torch.float32: 1e-3}
 """Relative difference allowed between one token's layer-0 keys at two positions; 5 % where the cache is 16 bit."""
 
@@ -71,6 +75,7 @@ class WorkerRole:
     memories: dict[Lane, Memory] = field(default_factory=dict)
     _lost: set[int] = field(default_factory=set)
     _changed: set[Lane] = field(default_factory=set)
+    _saved: dict[Lane, float] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvbaton-learn"))
     _pending: list[Future[None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -125,8 +130,17 @@ class WorkerRole:
     def _close_lane(self, lane: Lane) -> None:
         """Let go of what a lane learned; saved, where there is a folder for it."""
         memory = self.memories.pop(lane, None)
-        if memory is not None and memory.edges() and self.state_dir is not None:
+        if memory is not None:
+            self._save(lane, memory)
+
+    def _save(self, lane: Lane, memory: Memory) -> None:
+        """Write what a lane learned to the state folder, if there is one; a failure is logged, serving goes on."""
+        if self.state_dir is None or not memory.edges():
+            return
+        try:
             memory.save(self._state_file(lane), self.identity)
+        except StoreError as error:
+            _LOG.error("learned state not saved: %s", error)
 
     def _state_file(self, lane: Lane) -> Path:
         assert self.state_dir is not None
@@ -172,6 +186,9 @@ class WorkerRole:
             _LOG.warning("nothing learned on %s: %s", edge, error)
         with self._lock:
             self._changed.add(lane)
+        if time.monotonic() - self._saved.get(lane, -SAVE_EVERY_S) >= SAVE_EVERY_S:
+            self._saved[lane] = time.monotonic()
+            self._save(lane, memory)
 
     def _check_rotation(self, source: KV, target: KV) -> None:
         """Layer 0 knows no context: the same token has the same unrotated key everywhere, or we rotate wrongly."""
