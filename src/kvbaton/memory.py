@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
+from typing import Self
 
 from kvbaton import store
 from kvbaton.correctors.base import Corrector, EdgeState
@@ -103,7 +104,7 @@ class Memory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], corrector: Corrector, geometry: Geometry, identity: ModelIdentity,
-             budget_bytes: int | None = None) -> Memory:
+             budget_bytes: int | None = None) -> Self:
         """Read a saved memory. Raises StoreError: the file is broken, or of another model, RoPE, shape or corrector."""
         store.require_match(path, store.describe(path), identity, geometry, corrector)
         manifest, edges = store.read(path)

@@ -1,12 +1,12 @@
 """One method on one engine, taught first and then held still, so that questions do not depend on each other.
 
-    teach   the learn questions, dense, with the method's corrector looking on        -> saved to one file
-    score   every question with what that file holds; nothing is learned any more     -> any order, any restart
+    teach   the learn questions, dense, with the method's corrector looking on        -> saved, text by text
+    score   every question with what was saved; nothing is learned any more           -> any order, any restart
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +21,15 @@ from kvbaton.recipes import Recipe
 from kvbaton.references import RunStore
 
 
-class FrozenMemory(Memory):
-    """A memory that answers and learns nothing more."""
+class TaughtMemory(Memory):
+    """A memory that learns while ``learning`` is set, and else only answers."""
+
+    learning = False
 
     def learn(self, edge: Edge, source: KV, target: KV) -> None:
-        """Nothing: what was taught stays as it is."""
+        """As `Memory.learn`, or nothing."""
+        if self.learning:
+            super().learn(edge, source, target)
 
 
 def teaching(recipe: Recipe) -> Recipe:
@@ -33,28 +37,47 @@ def teaching(recipe: Recipe) -> Recipe:
     return replace(recipe, gate=Never())
 
 
-def teach(engine: HFEngine, recipe: Recipe, lessons: Iterable[Chain], file: Path) -> None:
-    """Learn from the lessons and save to ``file``, whole or not at all; done already if the file is there."""
-    if file.exists():
-        return
-    with Session(engine, teaching(recipe)) as session:
-        for lesson in lessons:
-            replay(session, lesson)
-        session.memory.save(file, engine.identity)
+def cast(engine: HFEngine, recipe: Recipe, lessons: Sequence[Chain], file: Path,
+         said: Callable[[int], None] = lambda done: None) -> Session:
+    """A session of ``recipe`` that has learned from the lessons and learns no more, with everything warm.
 
-
-def cast(engine: HFEngine, recipe: Recipe, lessons: Sequence[Chain], file: Path) -> Session:
-    """A session of ``recipe`` that knows the lessons, with prefix cache and private text warm."""
-    memory: Memory = FrozenMemory(recipe.corrector, engine.geometry)
+    What was learned lies in ``file`` once all of it is there; until then a file a lesson lets a restart go on.
+    ``said`` is called with the number of lessons learned from.
+    """
+    memory = TaughtMemory(recipe.corrector, engine.geometry)
+    session = Session(engine, teaching(recipe), memory=memory)
     if recipe.corrector.learns and lessons:
-        teach(engine, recipe, lessons, file)
-        memory = FrozenMemory.load(file, recipe.corrector, engine.geometry, engine.identity)
-    session = Session(engine, recipe, memory=memory)
+        if not file.exists():
+            _teach(engine, recipe, lessons, file, said)
+        session.close()
+        memory = TaughtMemory.load(file, recipe.corrector, engine.geometry, engine.identity)
+        session = Session(engine, teaching(recipe), memory=memory)
     for lesson in lessons[-1:]:
-        session.recipe = teaching(recipe)
         replay(session, lesson)
-        session.recipe = recipe
+    session.recipe = recipe
     return session
+
+
+def _teach(engine: HFEngine, recipe: Recipe, lessons: Sequence[Chain], file: Path, said: Callable[[int], None]) -> None:
+    memory = TaughtMemory(recipe.corrector, engine.geometry)
+    done = max((n for n in range(1, len(lessons) + 1) if _part(file, n).exists()), default=0)
+    if done:
+        memory = TaughtMemory.load(_part(file, done), recipe.corrector, engine.geometry, engine.identity)
+    with Session(engine, teaching(recipe), memory=memory) as session:
+        for lesson in lessons[:done][-1:]:
+            replay(session, lesson)
+        memory.learning = True
+        for number, lesson in enumerate(lessons[done:], done + 1):
+            replay(session, lesson)
+            memory.save(_part(file, number), engine.identity)
+            _part(file, number - 1).unlink(missing_ok=True)
+            said(number)
+    _part(file, len(lessons)).replace(file)
+
+
+def _part(file: Path, lessons: int) -> Path:
+    """Where what was learned from the first ``lessons`` lies."""
+    return file.with_name(f"{file.stem}.{lessons}{file.suffix}")
 
 
 def branch(run: RunStore, prompt: Prompt) -> RunStore:

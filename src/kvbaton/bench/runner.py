@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ class Runner:
         with ExitStack() as open_sessions:
             for recipe in methods.values():
                 self._step(done, total, f"teaching {recipe.name}")
-                session = cast(self._engine, recipe, lessons, self._learned(recipe))
+                said = partial(self._taught, recipe.name, done, total)
+                session = cast(self._engine, recipe, lessons, self._learned(recipe), said)
                 casts[recipe.name] = open_sessions.enter_context(session)
                 done += 1
             exact = Session(self._engine, recipe_of(DENSE), prefix_cache=False)
@@ -146,6 +148,9 @@ class Runner:
             for repeat, question, left in todo:
                 pairs = [(r, casts[r.name]) for r in left]
                 done = self._question(journal, repeat, question, pairs, reference, done, total)
+
+    def _taught(self, name: str, done: int, total: int, lessons: int) -> None:
+        self._step(done, total, f"taught {name} {lessons} texts")
 
     def _learned(self, recipe: Recipe) -> Path:
         """Where what a method learned lies; another name for other settings or other learn questions."""
