@@ -163,8 +163,8 @@ def warm(session: Session, prompt: Prompt) -> None:
     session.hop(Prompt(prompt.reader, prompt.segments[:1]), Force((1,)), session.start_run())
 
 
-def teams(engine: HFEngine, folder: Path | None, runs: Path) -> None:
-    journal, names = Journal(HERE / "gsm8k.jsonl"), ("dense", *SELECTIVE, *LEARNING)
+def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str]) -> None:
+    journal = Journal(HERE / "gsm8k.jsonl")
     learn, score = drawn("gsm8k", folder, LEARN, QUESTIONS)
     left = [q for q in score if any((q.id, name) not in journal.done for name in names)]
     open_sessions = sessions(engine, chains(engine, learn), names, runs)
@@ -219,7 +219,7 @@ def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, e
         store.put(segment, replace(held[0], boundary=tuple(pair for kv in held for pair in kv.boundary)))
 
 
-def coverage(engine: HFEngine, folder: Path | None, n: int) -> None:
+def coverage(engine: HFEngine, folder: Path | None, n: int, names: Sequence[str]) -> None:
     """Append one JSON line a method that is not there yet."""
     out = HERE / "coverage.jsonl"
     done = {line["method"] for line in lines(out)}
@@ -227,7 +227,7 @@ def coverage(engine: HFEngine, folder: Path | None, n: int) -> None:
     lessons, scored = chains(engine, learn), chains(engine, score)
     whole = Ruler(engine, scored)
     peers = Ruler(engine, scored, frozenset(agent.name for agent in task("gsm8k").agents()))
-    for name in (m for m in (*SELECTIVE, *LEARNING) if m not in done):
+    for name in (m for m in names if m not in done and m != "dense"):
         taught_by = lessons if method(name).corrector.learns else ()
         found = whole.coverage(method(name), taught_by)
         line = {"method": name, "n": n, "learn": len(taught_by), **asdict(found),
@@ -328,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["teams", "evidence", "coverage", "cost", "table"])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--methods", default=",".join(("dense", *SELECTIVE, *LEARNING)), help="of teams and coverage")
     parser.add_argument("--n", type=int, default=4, help="questions of coverage")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
@@ -338,8 +339,10 @@ def main() -> None:
         (HERE / "README.md").write_text(table())
         return
     engine = load(a.model)
-    steps = {"teams": partial(teams, engine, a.data_dir, a.runs), "evidence": partial(evidence, engine, a.data_dir),
-             "coverage": partial(coverage, engine, a.data_dir, a.n),
+    names = tuple(a.methods.split(","))
+    steps = {"teams": partial(teams, engine, a.data_dir, a.runs, names),
+             "evidence": partial(evidence, engine, a.data_dir),
+             "coverage": partial(coverage, engine, a.data_dir, a.n, names),
              "cost": partial(cost, engine, a.tokens, a.repeats)}
     steps[a.step]()
 
