@@ -272,10 +272,12 @@ Found = dict[str, dict[str, dict[str, Any]]]
 
 
 def complete(records: list[dict[str, Any]]) -> Found:
-    """Records by method and question, for the questions that every method has."""
+    """Records by method and question, for the questions that every method has. A method with few is left out."""
     by: Found = {}
     for record in records:
         by.setdefault(record["method"], {})[record["question"]] = record
+    most = max((len(questions) for questions in by.values()), default=0)
+    by = {m: questions for m, questions in by.items() if len(questions) >= 0.8 * most}
     common = set.intersection(*(set(q) for q in by.values())) if by else set()
     order = [m for m in ("dense", *SELECTIVE, *LEARNING) if m in by]
     return {m: {q: by[m][q] for q in sorted(common)} for m in order}
