@@ -171,4 +171,5 @@ def test_ctrl_c_in_a_run_exits_130_and_prints_no_traceback(model, team, tmp_path
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130
+    assert err.splitlines()[-1] == b"kvbaton: stopped by Ctrl-C"
     assert b"Traceback" not in err

@@ -104,6 +104,9 @@ def test_a_refused_method_is_reported_and_the_others_go_on(monkeypatch):
     assert found["bad"].refused == "no path computes the moon right"
     assert found["bad"].to_dict()["refused"]
     assert found["full-shared"].hops
+    found.require_reuse()
+    with pytest.raises(Unsupported, match="bad: no path"):
+        compare(replace(recipe("full-shared"), name="bad")).run().require_reuse()
 
 
 def test_a_method_that_never_reuses_says_why():

@@ -14,12 +14,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvbaton.bench.accounting import Account, account, require_reuse
-from kvbaton.bench.cast import FrozenMemory, teaching
+from kvbaton.bench.cast import TaughtMemory, teaching
 from kvbaton.bench.chain import Chain, agreement, divergence
 from kvbaton.bench.chain import replay as recite
 from kvbaton.bench.conditions import conditions
@@ -121,8 +119,14 @@ class Comparison:
         return self[DENSE].ttft_s / row.ttft_s
 
     def require_reuse(self) -> None:
-        """Raise DataError if a method other than dense never reused anything: its figures would be those of dense."""
-        for row in self.methods:
+        """Raise DataError if a method other than dense never reused anything: its figures would be those of dense.
+
+        Raises Unsupported if none but dense could run.
+        """
+        others = [row for row in self.methods if row.recipe.name != DENSE]
+        if others and all(row.refused for row in others):
+            raise Unsupported("; ".join(f"{row.recipe.name}: {row.refused}" for row in others))
+        for row in others:
             if not row.refused:
                 require_reuse(row.recipe, row.books)
 
@@ -218,21 +222,17 @@ class _Contender:
         if self.refused is None:
             try:
                 do(self)
-            except Unsupported as error:
+            except (Unsupported, UsageError) as error:  # this model or these settings: the dense run has gone well
                 self.refused = str(error)
 
     def learn(self, lessons: Sequence[Chain]) -> None:
-        """Dense replays with the corrector looking on. Nothing is learned afterwards."""
-        taught = teaching(self.recipe)
-        with Session(self.engine, taught) as pupil, TemporaryDirectory() as folder:
-            for lesson in lessons if self.recipe.corrector.learns else ():
-                recite(pupil, lesson)
-            file = Path(folder) / "memory.safetensors"
-            pupil.memory.save(file, self.engine.identity)
-            known = FrozenMemory.load(file, self.recipe.corrector, self.engine.geometry, self.engine.identity)
-        self._session = self.stack.enter_context(Session(self.engine, taught, memory=known))
-        for lesson in lessons[-1:]:  # fills the prefix cache, as every method has it in service
+        """Dense replays with the corrector looking on, or one to fill the prefix cache; no more is learned then."""
+        memory = TaughtMemory(self.recipe.corrector, self.engine.geometry)
+        self._session = self.stack.enter_context(Session(self.engine, teaching(self.recipe), memory=memory))
+        memory.learning = True
+        for lesson in lessons if self.recipe.corrector.learns else lessons[-1:]:
             recite(self._session, lesson)
+        memory.learning = False
         self._session.recipe = self.recipe
 
     def replay(self, turns: Sequence[Turn]) -> None:

@@ -24,6 +24,8 @@ from kvbaton.errors import InvariantError, KVBatonError, UsageError
 
 __all__ = ["app", "main"]
 
+_STOPPED = "stopped by Ctrl-C"
+
 
 def main() -> None:
     """Run the command line. Exit codes: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C."""
@@ -32,7 +34,15 @@ def main() -> None:
     except InvariantError:
         raise
     except KVBatonError as error:
-        print(f"kvbaton: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        _stop(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _stop(_STOPPED, 130)
+    except SystemExit as done:
+        if done.code == 130:  # typer's own answer to Ctrl-C says nothing
+            _stop(_STOPPED, 130)
+        raise
+
+
+def _stop(why: str, code: int) -> None:
+    print(f"kvbaton: {why}", file=sys.stderr)
+    sys.exit(code)
