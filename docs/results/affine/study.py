@@ -8,6 +8,7 @@ scored. Rows are appended to a JSONL file; the same command goes on where it sto
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from methods import fed_by_pairs, methods
 from tasks import TASKS, Ids, Task
 
-from kvbaton.bench.cast import FrozenMemory, branch, teaching
+from kvbaton.bench.cast import TaughtMemory, branch, teaching
 from kvbaton.bench.chain import agreement, divergence
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.result import Journal
@@ -121,34 +122,31 @@ class Pupil:
             for prompt in prompts:
                 self._teacher.hop(prompt, Force((0,)), self._teacher.start_run())
 
-    def snapshot(self) -> FrozenMemory:
-        """What is known now, apart from what is learned later."""
-        frozen = FrozenMemory(self.method.corrector, self._engine.geometry)
-        for edge in self.memory.edges():
-            state = self.method.corrector.new_state(self._engine.geometry)
-            held = self.memory.state(edge)
-            assert held is not None
-            state.from_tensors(dict(held.to_tensors()))
-            if getattr(state, "sums", None) is not None:
-                state.sums = None  # type: ignore[attr-defined]
-            frozen._keep(edge, state)
-        return frozen
+
+Known = dict[tuple[Any, int], TaughtMemory]
+"""What each family of methods knows after a number of texts."""
 
 
-def lessons(dense: Dense, pupils: Mapping[Any, Pupil], marks: set[int]) -> dict[tuple[Any, int], FrozenMemory]:
-    """Teach every pupil the first ``max(marks)`` texts; their memories at each mark."""
-    known: dict[tuple[Any, int], FrozenMemory] = {}
-    for text in range(max(marks)):
-        run, fills = dense.source(text)
-        prompts = [dense.prompt(reader, fills) for reader in dense.task.readers]
-        for prompt in prompts:
-            dense.hop(prompt, Generate(1), run)
-        pairs = dense.take_pairs()
-        for pupil in pupils.values():
-            pupil.learn(pairs, prompts)
-        if text + 1 in marks:
-            known |= {(name, text + 1): pupil.snapshot() for name, pupil in pupils.items()}
-    return known
+def lesson_file(folder: Path, key: Any, mark: int) -> Path:
+    return folder / f"{hashlib.blake2b(repr(key).encode(), digest_size=6).hexdigest()}-{mark}.safetensors"
+
+
+def lessons(dense: Dense, pupils: Mapping[Any, Pupil], needed: set[tuple[Any, int]], folder: Path) -> Known:
+    """Teach every pupil the first texts; what it knows when, from ``folder`` if it lies there from an earlier start."""
+    engine = dense.engine
+    if not all(lesson_file(folder, *at).exists() for at in needed):
+        for text in range(max(mark for _, mark in needed)):
+            run, fills = dense.source(text)
+            prompts = [dense.prompt(reader, fills) for reader in dense.task.readers]
+            for prompt in prompts:
+                dense.hop(prompt, Generate(1), run)
+            pairs = dense.take_pairs()
+            for key, pupil in pupils.items():
+                pupil.learn(pairs, prompts)
+                if (key, text + 1) in needed:
+                    pupil.memory.save(lesson_file(folder, key, text + 1), engine.identity)
+    return {(key, mark): TaughtMemory.load(lesson_file(folder, key, mark), key[0], engine.geometry, engine.identity)
+            for key, mark in needed}
 
 
 def wanted(args: argparse.Namespace) -> list[str]:
@@ -177,7 +175,8 @@ def study(args: argparse.Namespace, engine: HFEngine, journal: Journal) -> bool:
     if not todo:
         return True
     pupils = {family(method): Pupil(engine, method) for method, m in labels.values() if m}
-    known = lessons(dense, pupils, {m for _, m in labels.values()} - {0}) if pupils else {}
+    needed = {(family(method), m) for method, m in labels.values() if m}
+    known = lessons(dense, pupils, needed, args.lessons) if needed else {}
     sessions = {label: Session(engine, method, memory=known.get((family(method), m)))
                 for label, (method, m) in labels.items()}
     held: tuple[int, tuple[RunStore, dict[str, Ids]]] | None = None
@@ -222,8 +221,11 @@ def main() -> int:
     parser.add_argument("--written-tokens", type=int, default=72)
     parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
+    parser.add_argument("--lessons", type=Path, help="folder that keeps what was taught (default: beside --out)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.lessons = args.lessons or args.out.with_suffix(".lessons")
+    args.lessons.mkdir(parents=True, exist_ok=True)
     engine = load(args.model, dtype=args.dtype)
     identity = {"study": "affine", "model": args.model, "dtype": args.dtype, "task": args.task,
                 "answer_tokens": args.answer_tokens, "written_tokens": args.written_tokens}

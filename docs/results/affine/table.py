@@ -32,8 +32,8 @@ def table(run: RunFile) -> list[str]:
     readers = {question.split("/")[1] for question in by_method[BASE]}
     identity = run.identity
     title = f"**{identity['model']}, {identity['dtype']}, {identity['task']}**"
-    head = ("method", "KL, nats a token", "median", "recovered (95 %)", "paired to full-shared (95 %)", "worse", "top-1",
-            "rows reused")
+    head = ("method", "KL, nats a token", "median", "recovered (95 %)", "paired to full-shared (95 %)", "worse",
+            "top-1", "rows reused")
     lines = [f"{title}: {len(base)} unseen texts, {len(readers)} edges, {identity['answer_tokens']} answer tokens.", "",
              f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for method, rows in by_method.items():
