@@ -153,7 +153,7 @@ def test_questions_and_transcripts_are_read(tmp_path):
 def test_a_transcript_gives_the_prompts_of_the_run_it_records():
     session = Session(engine(), recipe("dense"))
     ran = team(session).run(QUESTION)
-    lesson = WarmUp(QUESTION, {turn.agent: turn.text for turn in ran}).chain(team(session))
+    lesson = WarmUp(QUESTION, {turn.agent: turn.text for turn in ran}).chain(team(session), 0)
     assert [turn.writes for turn in lesson] == ["solver", "critic", "judge"]
     assert lesson[0].prompt == ran["solver"].prompt
     assert [engine().text.decode(turn.answer) for turn in lesson] == [turn.text for turn in ran]

@@ -172,9 +172,9 @@ class Compare:
         with ExitStack() as stack:
             writer = stack.enter_context(Session(self.engine, recipe(DENSE), prefix_cache=False))
             team = self.build(writer)
-            lessons = []
+            lessons, end_id = [], min(self.engine.eos_ids, default=0)
             for number, question in enumerate(self.warmup, 1):
-                lessons.append(question.chain(team))
+                lessons.append(question.chain(team, end_id))
                 tick(f"warm-up question {number}")
             contenders = []
             for method in self.recipes:

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvbaton.agents import Graph
 from kvbaton.bench.chain import Turn
 from kvbaton.errors import DataError, UnknownName
-from kvbaton.prompt import Prompt
 from kvbaton.team import Team
 
 
@@ -27,13 +27,16 @@ class WarmUp:
     inputs: Mapping[str, str]
     answers: Mapping[str, str] = field(default_factory=dict)
 
-    def chain(self, team: Team) -> list[Turn]:
-        """The run's prompts with the ids that answer them. Generates the answers with ``team`` if none are known."""
+    def chain(self, team: Team, end_id: int) -> list[Turn]:
+        """The run's prompts with the ids that answer them. Generates the answers with ``team`` if none are known.
+
+        An agent that says nothing is forced to end its turn by ``end_id``; nobody reads that.
+        """
         if not self.answers:
-            ran = team.run(self.inputs).turns
-            return [_turn(team, turn.prompt, turn.hop.output_ids, turn.agent) for turn in ran]
+            return [Turn(turn.prompt, turn.hop.output_ids, turn.agent) if turn.hop.output_ids
+                    else Turn(turn.prompt, (end_id,)) for turn in team.run(self.inputs).turns]
         fills = {name: team.text.encode(text) for name, text in {**self.inputs, **self.answers}.items()}
-        return [_turn(team, team.text.prompt(agent.name, *agent.templates, fills), fills[agent.name], agent.name)
+        return [Turn(team.text.prompt(agent.name, *agent.templates, fills), fills[agent.name], agent.name)
                 for agent in team.graph.order]
 
 
@@ -77,9 +80,9 @@ def _parse(line: str, graph: Graph, given: Mapping[str, str]) -> WarmUp:
     return WarmUp(inputs, answers)
 
 
-def _texts(line: str, graph: Graph) -> dict[str, str]:
+def _texts(line: str, graph: Graph) -> dict[str, Any]:
     if line.startswith("{"):
-        texts: dict[str, str] = json.loads(line)
+        texts: dict[str, Any] = json.loads(line)
         return texts
     if "question" not in graph.inputs and len(graph.inputs) > 1:
         raise ValueError(f"which input is this? Write JSON with the keys {', '.join(graph.inputs)}")
@@ -89,10 +92,3 @@ def _texts(line: str, graph: Graph) -> dict[str, str]:
 def _whole(texts: Mapping[str, str], names: Sequence[str], what: str) -> None:
     if missing := [name for name in names if name not in texts]:
         raise ValueError(f"the {what} {missing[0]!r} is missing")
-
-
-def _turn(team: Team, prompt: Prompt, ids: tuple[int, ...], agent: str) -> Turn:
-    """A turn to replay; an agent that said nothing is forced to end its turn, and nobody reads it."""
-    if ids:
-        return Turn(prompt, ids, agent)
-    return Turn(prompt, (min(team.session.engine.eos_ids, default=0),))

@@ -61,7 +61,8 @@ class _Generated:
         self._picker = decode.sampler.begin()
         self.ids: list[int] = []
         self.times_s: list[float] = []
-        self.stopped, self.logits = False, None
+        self.stopped = False
+        self.logits: Tensor | None = None
         self._push(first)
 
     def finish(self, cache: SplicedCache, written: Capture, on_token: OnToken | None) -> None:

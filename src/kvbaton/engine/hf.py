@@ -88,7 +88,9 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     if not isinstance(attention_mask, PackedPass):
         if softcap is not None:
             raise Unsupported("soft-capped attention outside KVBaton: call model.set_attn_implementation('eager')")
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
+                                                          **kwargs)
+        return out
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"attention with {name} ({type(module).__name__}) is not supported")
