@@ -120,6 +120,15 @@ def test_one_dominant_message_alone_is_credited() -> None:
     assert [m.uses for m in state.held.values()] == [0, 1, 0]
 
 
+def test_closeness_is_of_what_is_held_now() -> None:
+    state, source = taught(Messages(), (6, 6)), text(6, 9)
+    before = state.closeness(source)
+    assert state.closeness(source) is before
+    assert not torch.equal(state.closeness(text(6, 10)), before)
+    state.add((9,), Message(source.k, source.v, source.k, source.v, 0))
+    assert state.closeness(source).argmax() == 2
+
+
 def test_a_repeated_message_is_held_once() -> None:
     state = taught(Messages(), (5, 6))
     Messages().learn(state, text(5, 0), moved(text(5, 0), torch.zeros(L, H, 5, D), torch.zeros(L, H, 5, D), 9))

@@ -51,6 +51,8 @@ class MessageState:
     geometry: Geometry
     pool: int
     held: dict[tuple[int, ...], Message] = field(default_factory=dict)
+    _near: tuple[Tensor, Tensor] | None = None
+    """The latest text's values and its closeness: the gate asks first, then the correction."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +69,7 @@ class MessageState:
             oldest = list(self.held)[:WINDOW]
             del self.held[min(oldest, key=lambda key: self.held[key].uses)]
         self.held[ids] = message
+        self._near = None
 
     def usable(self, tokens: int) -> list[tuple[tuple[int, ...], Message]]:
         """Messages at least as long as ``tokens``."""
@@ -74,10 +77,12 @@ class MessageState:
 
     def closeness(self, text: KV) -> Tensor:
         """Weight of every usable message ``[A]``: softmax of minus the distance of all values. KVCOMM, section 5."""
-        values = text.v.float()
-        distances = [torch.linalg.vector_norm(values - message.v[:, :, :len(text)].float())
-                     for _, message in self.usable(len(text))]
-        return torch.softmax(-torch.stack(distances), 0) if distances else values.new_empty(0)
+        if self._near is None or self._near[0] is not text.v:
+            values = text.v.float()
+            distances = [torch.linalg.vector_norm(values - message.v[:, :, :len(text)].float())
+                         for _, message in self.usable(len(text))]
+            self._near = text.v, torch.softmax(-torch.stack(distances), 0) if distances else values.new_empty(0)
+        return self._near[1]
 
     def credit(self, text: KV) -> None:
         """Count a use of the nearest messages."""
