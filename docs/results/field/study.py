@@ -25,7 +25,7 @@ import torch
 
 from kvbaton.bench import data
 from kvbaton.bench.accounting import nominal_reuse
-from kvbaton.bench.cast import FrozenMemory, teaching
+from kvbaton.bench.cast import TaughtMemory, teaching
 from kvbaton.bench.chain import Chain, Turn, agreement, divergence, replay
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.cost import selective_cost
@@ -141,7 +141,7 @@ def sessions(engine: HFEngine, lessons: Sequence[Chain], names: Sequence[str], r
     memories: dict[str, Memory] = {}
     for name in names:
         chosen = method(name)
-        memory = FrozenMemory(chosen.corrector, engine.geometry)
+        memory = TaughtMemory(chosen.corrector, engine.geometry)
         if chosen.corrector.learns:
             family = "kvcomm" if name.startswith("kvcomm") else name
             known = memories.setdefault(family, memories.get(family) or taught(engine, family, lessons, runs))
