@@ -305,3 +305,20 @@ def test_groups_beyond_the_limit_are_let_go() -> None:
     assert last.told["segments"][0]["action"] == "correct"
     first = server.serve(ids(20, 5) + TEXT + END, asks("b", 20, 50, method="mapped", group="g0"))
     assert first.told["found_segments"] == 0
+
+
+def test_a_request_may_end_before_it_is_judged() -> None:
+    from types import SimpleNamespace
+
+    from paged import PagedRequest
+
+    server = PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50))
+    request = PagedRequest(server, "gone", TWO + TEXT + END, asks("b", 19, 50), (1,))
+    server.role.arrive(request)
+    request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    keep, told = server.role.finish(request, [])
+    assert not keep
+    assert told["kvbaton"]["segments"][0]["reason"] == "not judged"
+    assert server.role.orders({}, {}.__getitem__).judges == ()
+    assert not server.serve(TWO + TEXT + END, asks("b", 19, 50)).told["exact"]

@@ -46,11 +46,11 @@ def url(folder):
     command = [*KVBATON, "serve", folder, "--method", "full-shared", "--dtype", "float32", "--port", str(port),
                "--enforce-eager", "--max-model-len", "4096"]
     os.environ.update(ENVIRONMENT)
-    with started(command, f"http://127.0.0.1:{port}/v1", ready_s=170):
+    with started(command, f"http://127.0.0.1:{port}/v1", ready_s=500):
         yield f"http://127.0.0.1:{port}/v1"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(700)
 def test_a_team_reuses_on_a_server(url, folder) -> None:
     with Team(TRIO, engine=openai_client(url, folder, group="team"), method="full-shared", max_new_tokens=12) as team:
         run = team.run(question=QUESTION)

@@ -68,22 +68,27 @@ class Hop:
         return tuple(part.source.text for part in self.shared if part.source is not None)
 
     @property
+    def judged(self) -> tuple[Verdict, ...]:
+        """The verdicts; of a hop that ended before it was judged, that nothing was reused."""
+        return self.verdicts or tuple(Verdict("recompute", "not judged") for _ in self.shared)
+
+    @property
     def reused(self) -> list[tuple[int, Span]]:
         """Segments the verdicts reuse, with their spans."""
         return [(i, Span(part.start, part.end)) for i, (part, verdict)
-                in enumerate(zip(self.shared, self.verdicts or (), strict=True)) if verdict.reused]
+                in enumerate(zip(self.shared, self.judged, strict=True)) if verdict.reused]
 
     def salt(self) -> str:
         """What a prefix-cache block of this hop holds besides exact KV: equal for two hops that reuse the same."""
         reuse = [(part.start, part.end, part.source, verdict.action, str(verdict.edge))
-                 for part, verdict in zip(self.shared, self.verdicts or (), strict=True) if verdict.reused]
+                 for part, verdict in zip(self.shared, self.judged, strict=True) if verdict.reused]
         return repr((self.lane, reuse, sorted(self.refused)))
 
     def summary(self) -> dict[str, Any]:
         """What the response and the log say about this hop."""
         found = [part for part in self.shared if part.source is not None]
         segments = []
-        for i, (part, verdict) in enumerate(zip(self.shared, self.verdicts or (), strict=True)):
+        for i, (part, verdict) in enumerate(zip(self.shared, self.judged, strict=True)):
             refusal = self.refused.get(i)
             segments.append({
                 "share": part.share, "start": part.start, "tokens": part.end - part.start,

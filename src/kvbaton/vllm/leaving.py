@@ -49,7 +49,7 @@ class Leavings:
         if hop.captured:
             return
         hop.captured = True
-        parts = list(enumerate(zip(hop.shared, hop.verdicts or (), strict=True)))
+        parts = list(enumerate(zip(hop.shared, hop.judged, strict=True)))
         held = [None if part.source is None else self._books.get(part.source.text) for part in hop.shared]
         for i, (part, verdict) in parts:
             if i in hop.refused or not verdict.reused:
