@@ -85,6 +85,22 @@ def test_numbers_of_a_cell() -> None:
     assert found["saturated"], "half of the offered rate"
 
 
+def test_its_results_join_the_report(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvbaton[eval]'")
+    from kvbaton.bench.report import blocks
+    from kvbaton.bench.result import Journal, read
+
+    trace = generate(SHAPE, 1, 1.0, "fixed", 0)
+    numbers = summarise(Cell("hybrid", trace, "c", "g"), [TeamTimes(0.0, [HopTimes(0.0, [1.0, 1.5], 50, 10)])], 2.0)
+    identity = {"kind": "analyze", "what": "serving", "title": "serving, m", "model": "m", "note": ""}
+    with Journal.open(tmp_path / "serving.jsonl", identity, {"n": 1}) as journal:
+        for method in ("dense", "hybrid"):
+            journal.append({"question": "1 teams/s", "method": method, "repeat": 0, **numbers, "moved_tokens": 0})
+    (block,) = blocks([read(tmp_path / "serving.jsonl")])
+    assert "serving" in block.title
+    assert [row[1] for row in block.tables[0].rows] == ["dense", "hybrid"]
+
+
 def test_gauges_are_read_from_prometheus_text() -> None:
     text = '# HELP a:b x\na:b{engine="0"} 3.0\na:b{engine="1"} 4\na:b_total 9\n'
     assert gauge(text, "a:b") == 7.0

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -80,7 +79,7 @@ def test_plain_clients_get_exact_answers_and_metrics_count(url, folder) -> None:
         assert f"vllm:kvbaton_{name}" in metrics
 
 
-def test_the_serving_benchmark_runs_and_reports(url, folder, tmp_path) -> None:
+def test_the_serving_benchmark_runs(url, folder, tmp_path) -> None:
     out = tmp_path / "serving.jsonl"
     done = subprocess.run(
         [*KVBATON, "bench", "serving", folder, "--base-url", url, "--methods", "dense,full-shared", "--qps", "1,4",
@@ -92,6 +91,3 @@ def test_the_serving_benchmark_runs_and_reports(url, folder, tmp_path) -> None:
         ("1 teams/s", "full-shared"), ("1 teams/s", "dense"), ("4 teams/s", "dense"), ("4 teams/s", "full-shared")]
     dense, shared = (sum(r["computed_tokens"] for r in records if r["method"] == m) for m in ("dense", "full-shared"))
     assert shared < dense / 2
-    page = tmp_path / "report.html"
-    subprocess.run([*KVBATON, "report", str(out), "--out", str(page)], check=True, capture_output=True, timeout=100)
-    assert "serving" in Path(page).read_text()
