@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvbaton.correctors.affine import Affine
-from kvbaton.recipes import Recipe, register
+from kvbaton.gates import Always
+from kvbaton.recipes import Recipe, recipe, register
 from kvbaton.references import Chained, Origin
 from kvbaton.selectors.leading import Leading
 
@@ -28,3 +31,13 @@ def mapped_leading() -> Recipe:
 def chained_mapped() -> Recipe:
     return Recipe("chained-mapped", "Affine from the agent before, learned from approximate sources too.", "-",
                   Chained(), Affine(rank=None), learn_approximate=True)
+
+
+@register
+def hybrid_open() -> Recipe:
+    return replace(recipe("hybrid"), name="hybrid-open", gate=Always())
+
+
+@register
+def kvcmas_open() -> Recipe:
+    return replace(recipe("kvcmas"), name="kvcmas-open", gate=Always())

@@ -18,7 +18,8 @@ from scenario import team
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("KVBATON_PYTHON", HERE.parents[1] / ".venv" / "bin" / "python"))
-METHODS = ("full-shared", "moved", "mapped", "mapped-leading", "chained-mapped", "shift", "affine", "hybrid", "dense")
+METHODS = ("full-shared", "moved", "mapped", "mapped-leading", "chained-mapped", "shift", "hybrid-open",
+           "kvcmas-open", "dense")
 SETTINGS = [
     {"block_size": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True},
     {"block_size": 64, "max_num_batched_tokens": 64, "enable_prefix_caching": True, "max_num_seqs": 4},

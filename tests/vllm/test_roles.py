@@ -18,7 +18,8 @@ from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import recipe
 from tiny import VOCAB, engine, ids
 
-METHODS = ("full-shared", "moved", "mapped", "mapped-leading", "chained-mapped", "shift", "affine", "hybrid", "dense")
+METHODS = ("full-shared", "moved", "mapped", "mapped-leading", "chained-mapped", "shift", "affine", "hybrid",
+           "kvcmas-open", "dense")
 TOLERANCE = 2e-4
 """Logits are of size 10; chunk shapes and the unrotation of captured keys change the last digits."""
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -155,7 +155,7 @@ class WorkerRole:
         except (KVBatonError, RuntimeError) as error:
             _LOG.error("text %d was not captured: %s", capture.text, error)
             return False
-        self.texts[capture.text] = kv
+        self.texts[capture.text] = replace(kv, token_ids=capture.token_ids)
         return True
 
     def _read(self, slots: Sequence[int], start: int, source: str, exact: bool) -> KV:
