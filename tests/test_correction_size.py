@@ -24,6 +24,16 @@ def test_takes_the_largest_corrections_in_position_order() -> None:
     assert CorrectionSize(share=0.0, min_rows=99).begin(rows(sizes)).start().tolist() == list(range(10))
 
 
+def test_rows_that_are_computed_anyway_are_part_of_the_budget() -> None:
+    """Two segments of 10 rows whose first four are computed anyway: 12 rows can be chosen from."""
+    offsets = torch.arange(4, 10).repeat(2)
+    reused = ReusedRows(torch.arange(12), offsets, torch.tensor([0] * 6 + [1] * 6), 4,
+                        correction=torch.arange(12.0))
+    assert CorrectionSize(share=0.5).begin(reused).start().tolist() == [10, 11]
+    assert CorrectionSize(share=0.4).begin(reused).start().tolist() == []
+    assert CorrectionSize(share=1.0).begin(reused).start().tolist() == list(range(12))
+
+
 def test_without_any_correction_the_first_rows_are_taken() -> None:
     assert CorrectionSize(share=0.2).begin(rows([0.0] * 10)).start().tolist() == [0, 1]
 

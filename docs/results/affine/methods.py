@@ -33,6 +33,7 @@ def methods() -> dict[str, Recipe]:
         "hybrid": _changed("hybrid"),
         "hybrid-20": _changed("hybrid", selector=Leading(share=0.2, min_rows=4)),
         "hybrid-size": _changed("hybrid", selector=CorrectionSize(share=0.1)),
+        "hybrid-size-20": _changed("hybrid", selector=CorrectionSize(share=0.2)),
         "affine-full": _affine(rank=None),
         "affine-r4": _affine(rank=4),
         "affine-r16": _affine(rank=16),

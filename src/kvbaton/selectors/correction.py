@@ -18,10 +18,11 @@ from kvbaton.selectors.budget import best, check_share, rows_of
 
 @dataclass(frozen=True)
 class CorrectionSize:
-    """Compute the ``share`` of all reused rows with the largest value correction, at least ``min_rows``.
+    """Compute the rows with the largest value correction: a ``share`` of all shared rows, at least ``min_rows``.
 
-    The choice is made before layer 0 and kept. Chosen rows are scattered, so unlike leading rows they are computed
-    over approximate neighbours.
+    Rows that the engine computes anyway (`Recipe.lead_rows`) are part of the budget, as in `Leading`. The choice is
+    made before layer 0 and kept. Chosen rows are scattered, so unlike leading rows they are computed over approximate
+    neighbours.
     """
 
     share: float = 0.1
@@ -37,5 +38,8 @@ class CorrectionSize:
     def begin(self, reused: ReusedRows) -> Selection:
         if reused.correction is None:
             raise InvariantError("CorrectionSize was begun without the size of the corrections")
-        rows = max(rows_of(self.share, len(reused)), min(self.min_rows, len(reused)))
-        return Fixed(best(torch.nan_to_num(reused.correction), rows))
+        _, at = torch.unique(reused.segments, return_inverse=True)
+        tokens = torch.zeros_like(reused.offsets).scatter_reduce(0, at, reused.offsets + 1, "amax")
+        total = int(tokens[:int(at.max()) + 1].sum()) if len(reused) else 0
+        wanted = max(rows_of(self.share, total), self.min_rows) - (total - len(reused))
+        return Fixed(best(torch.nan_to_num(reused.correction), min(max(wanted, 0), len(reused))))
