@@ -13,12 +13,17 @@ BASE = "full-shared"
 
 
 def scores(run: RunFile) -> dict[str, dict[str, dict[str, float]]]:
-    """``scores[method][text]``: the record's numbers; only texts on which every method was scored."""
+    """``scores[method][text]``: the record's numbers."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for record in run.records:
         found[record["method"]][record["question"]] = record
-    common = set.intersection(*(set(rows) for rows in found.values()))
-    return {method: {question: rows[question] for question in sorted(common)} for method, rows in found.items()}
+    return found
+
+
+def both(one: dict[str, dict[str, float]], two: dict[str, dict[str, float]]) -> tuple[list[float], list[float]]:
+    """Divergences of two methods on the texts that both were scored on."""
+    common = sorted(set(one) & set(two))
+    return [one[text]["kl"] for text in common], [two[text]["kl"] for text in common]
 
 
 def _range(interval: Interval, digits: int) -> str:
@@ -28,23 +33,22 @@ def _range(interval: Interval, digits: int) -> str:
 def table(run: RunFile) -> list[str]:
     """One line a method: divergence, what is recovered of full-shared's, texts made worse, rows reused."""
     by_method = scores(run)
-    base = [row["kl"] for row in by_method[BASE].values()]
     readers = {question.split("/")[1] for question in by_method[BASE]}
     identity = run.identity
     title = f"**{identity['model']}, {identity['dtype']}, {identity['task']}**"
-    head = ("method", "KL, nats a token", "median", "recovered (95 %)", "paired to full-shared (95 %)", "worse",
-            "top-1", "rows reused")
-    lines = [f"{title}: {len(base)} unseen texts, {len(readers)} edges, {identity['answer_tokens']} answer tokens.", "",
+    head = ("method", "texts", "KL, nats a token", "median", "recovered (95 %)", "paired to full-shared (95 %)",
+            "worse", "top-1", "rows reused")
+    lines = [f"{title}: unseen texts, {len(readers)} edges, {identity['answer_tokens']} answer tokens.", "",
              f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for method, rows in by_method.items():
-        kl = [row["kl"] for row in rows.values()]
+        kl, base = both(rows, by_method[BASE])
         recovered = ratio_of_means(kl, base)
         kept = Interval(1 - recovered.value, 1 - recovered.high, 1 - recovered.low, recovered.n)
         worse = sum(k > b for k, b in zip(kl, base, strict=True))
         agree = mean_interval([row["agree"] for row in rows.values()]).value
         reuse = mean_interval([row["reuse"] for row in rows.values()]).value
         own = method == BASE
-        lines.append(f"| {method} | {mean_interval(kl).value:.5f} | {median(kl):.5f} | "
+        lines.append(f"| {method} | {len(kl)} | {mean_interval(kl).value:.5f} | {median(kl):.5f} | "
                      f"{'-' if own else _range(kept, 2)} | {'-' if own else _range(paired_difference(kl, base), 5)} | "
                      f"{'-' if own else f'{worse}/{len(kl)}'} | {agree:.3f} | {reuse:.2f} |")
     return lines
@@ -56,10 +60,9 @@ def duels(run: RunFile, pairs: list[tuple[str, str]]) -> list[str]:
     lines = []
     for one, two in pairs:
         if one in by_method and two in by_method:
-            a, b = ([row["kl"] for row in by_method[name].values()] for name in (one, two))
-            difference = paired_difference(a, b)
+            difference = paired_difference(*both(by_method[one], by_method[two]))
             verdict = "lower" if difference.high < 0 else "higher" if difference.low > 0 else "not told apart"
-            lines.append(f"- {one} minus {two}: {_range(difference, 5)}, {verdict}")
+            lines.append(f"- {one} minus {two}, {difference.n} texts: {_range(difference, 5)}, {verdict}")
     return lines
 
 
@@ -71,14 +74,17 @@ def edges(run: RunFile) -> list[str]:
     lines = [f"| edge to | {BASE} | {' | '.join(few)} |", "|---" * (len(few) + 2) + "|"] if few else []
     for reader in readers if few else []:
         means = [mean_interval([row["kl"] for question, row in by_method[method].items()
-                                if question.split("/")[1] == reader]).value for method in (BASE, *few)]
+                                if question.split("/")[1] == reader and question in by_method[few[0]]]).value
+                 for method in (BASE, *few)]
         lines.append(f"| {reader} | {' | '.join(f'{mean:.5f}' for mean in means)} |")
     return lines
 
 
-DUELS = [("affine@10", "kvcmas@10"), ("affine@10", "kvcmas+4@10"), ("affine@10", "shift@10"), ("hybrid@10", "first"),
-         ("hybrid@10", "affine@10"), ("hybrid-size@10", "hybrid@10"), ("hybrid@10", "cacheblend"),
-         ("hybrid@10", "kvcomm@10")]
+DUELS = [
+    ("affine@10", "kvcmas@10"), ("affine@10", "kvcmas+4@10"), ("affine@10", "shift@10"), ("hybrid@10", "first"),
+    ("hybrid@10", "affine@10"), ("hybrid-size@10", "hybrid@10"), ("hybrid-size-20@10", "hybrid-20@10"),
+    ("hybrid@10", "cacheblend"), ("hybrid@10", "kvcomm@10"), ("hybrid@10", "kvcmas+4@10"),
+]
 
 
 def main() -> None:
