@@ -25,7 +25,7 @@ from kvbaton.bench.tasks.base import Question, Task
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.sampling import Generate
 from kvbaton.engine.session import Session
-from kvbaton.errors import KVBatonError, PromptTooLong, Unsupported, UsageError
+from kvbaton.errors import PromptTooLong, Unsupported, UsageError
 from kvbaton.recipes import Recipe
 from kvbaton.recipes import recipe as recipe_of
 
@@ -127,64 +127,60 @@ class Runner:
         return journal.done.get((question.id, recipe.name, repeat), {}).get("recipe") == digest(recipe)
 
     def _measure(self, journal: Journal, todo: list[tuple[int, Question, tuple[Recipe, ...]]]) -> None:
-        methods = {r.name: r for *_, left in todo for r in left}
-        total = len(self._learn) + len(methods) + sum(len(left) for *_, left in todo)
+        total = len(self._learn) + sum(len(left) for *_, left in todo)
         lessons: list[Chain] = []
         for done, question in enumerate(self._learn):
             self._step(done, total, f"dense answers to learn from ({question.id})")
             turns = self._answers(journal, question)
             lessons += [turns] if turns else []
-        casts: dict[str, Session] = {}
         done = len(self._learn)
         with ExitStack() as open_sessions:
-            for recipe in methods.values():
-                self._step(done, total, f"teaching {recipe.name}")
-                said = partial(self._taught, recipe.name, done, total)
-                session = cast(self._engine, recipe, lessons, self._learned(recipe), said)
-                casts[recipe.name] = open_sessions.enter_context(session)
-                done += 1
-            exact = Session(self._engine, recipe_of(DENSE), prefix_cache=False)
-            reference = open_sessions.enter_context(exact)
+            reference = open_sessions.enter_context(Session(self._engine, recipe_of(DENSE), prefix_cache=False))
+            casts: dict[str, Session] = {}
             for repeat, question, left in todo:
-                pairs = [(r, casts[r.name]) for r in left]
-                done = self._question(journal, repeat, question, pairs, reference, done, total)
+                self._step(done, total, f"question {question.id}: dense answers")
+                scene = self._scene(journal, question, reference)
+                if scene is None:
+                    continue
+                for recipe in left:
+                    if recipe.name not in casts:
+                        said = partial(self._taught, recipe.name, done, total)
+                        session = cast(self._engine, recipe, lessons, self._learned(recipe), said)
+                        casts[recipe.name] = open_sessions.enter_context(session)
+                    self._one(journal, repeat, scene, recipe, casts[recipe.name])
+                    done += 1
+                    self._step(done, total, f"question {question.id}: {recipe.name}")
 
     def _taught(self, name: str, done: int, total: int, lessons: int) -> None:
         self._step(done, total, f"taught {name} {lessons} texts")
+
+    def _scene(self, journal: Journal, question: Question, reference: Session) -> Scene | None:
+        """A question made ready; None if a prompt exceeds the context."""
+        turns = self._answers(journal, question) if self._spec.measure.needs_answers else []
+        if turns is None:
+            return None
+        scene = Scene(self._spec.task, self._script, question, turns)
+        self._spec.measure.open(scene, reference)
+        return scene
+
+    def _one(self, journal: Journal, repeat: int, scene: Scene, recipe: Recipe, session: Session) -> None:
+        """Measure a method on a question. One that cannot run on this model is noted and left out; dense cannot be."""
+        if recipe.name in self._refused:
+            return
+        try:
+            found = self._spec.measure.measure(scene, session, repeat)
+        except (UsageError, Unsupported) as refusal:
+            if recipe.name == DENSE:
+                raise
+            self._refused.add(recipe.name)
+            found = {"question": f"{ANSWERS}refused", "refused": str(refusal)}
+        journal.append({"question": scene.question.id, "method": recipe.name, "repeat": repeat,
+                        "recipe": digest(recipe), **found})
 
     def _learned(self, recipe: Recipe) -> Path:
         """Where what a method learned lies; another name for other settings or other learn questions."""
         made_by = hashlib.blake2b(repr((recipe, sorted(self.identity().items()))).encode(), digest_size=6).hexdigest()
         return self._out.with_suffix("") / f"{recipe.name}-{made_by}.safetensors"
-
-    def _question(self, journal: Journal, repeat: int, question: Question, left: list[tuple[Recipe, Session]],
-                  reference: Session, done: int, total: int) -> int:
-        self._step(done, total, f"question {question.id}: dense answers")
-        turns = self._answers(journal, question) if self._spec.measure.needs_answers else []
-        if turns is not None:
-            scene = Scene(self._spec.task, self._script, question, turns)
-            self._spec.measure.open(scene, reference)
-            for recipe, session in left:
-                self._step(done, total, f"question {question.id}: {recipe.name}")
-                done += 1
-                if recipe.name in self._refused:
-                    continue
-                try:
-                    found = self._spec.measure.measure(scene, session, repeat)
-                except (UsageError, Unsupported) as refusal:
-                    self._refuse(journal, recipe, refusal)
-                    continue
-                journal.append({"question": question.id, "method": recipe.name, "repeat": repeat,
-                                "recipe": digest(recipe), **found})
-        self._step(done, total, f"question {question.id} done")
-        return done
-
-    def _refuse(self, journal: Journal, recipe: Recipe, refusal: KVBatonError) -> None:
-        """A method that cannot run on this model is noted and left out; dense cannot be left out."""
-        if recipe.name == DENSE:
-            raise refusal
-        self._refused.add(recipe.name)
-        journal.append({"question": f"{ANSWERS}refused", "method": recipe.name, "repeat": 0, "refused": str(refusal)})
 
     def _answers(self, journal: Journal, question: Question) -> Chain | None:
         """The team's dense answers, from the file if they are there; None if a prompt exceeds the context."""
