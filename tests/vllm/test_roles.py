@@ -323,3 +323,53 @@ def test_a_request_may_end_before_it_is_judged() -> None:
     assert told["kvbaton"]["segments"][0]["reason"] == "not judged"
     assert server.role.orders({}, {}.__getitem__).judges == ()
     assert not server.serve(TWO + TEXT + END, asks("b", 19, 50)).told["exact"]
+
+
+def test_a_part_that_fails_costs_reuse_and_nothing_else(monkeypatch) -> None:
+    """A gate or a corrector that raises must not end the server."""
+    from kvbaton.correctors.affine import Affine
+    from kvbaton.errors import InvariantError
+
+    def broken(*args):
+        raise InvariantError("broken on purpose")
+
+    server, plain = PagedServer(), PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
+    server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped"))
+    want = plain.serve(TWO + TEXT + END[::-1]).logits[0]
+    monkeypatch.setattr(Affine, "correct", broken)
+    late = server.serve(TWO + TEXT + END[::-1], asks("b", 19, 50, method="mapped"))
+    assert late.told["segments"][0]["reason"] == "correction failed"
+    assert torch.allclose(late.logits[0], want, atol=TOLERANCE)
+    monkeypatch.setattr(Affine, "can_correct", broken)
+    early = server.serve(TWO + TEXT + END[::-1], asks("b", 19, 50, method="mapped"))
+    assert early.told["segments"][0]["reason"] == "judging failed"
+    assert torch.allclose(early.logits[0], want, atol=TOLERANCE)
+
+
+def test_groups_with_like_names_keep_their_files_apart(tmp_path) -> None:
+    from kvbaton.vllm.options import Method
+    from kvbaton.vllm.wire import Lane
+
+    worker = PagedServer().worker
+    worker.state_dir = tmp_path
+    names = ["a b", "a_b", "a/b", "a-b", "x" * 150 + "1", "x" * 150 + "2"]
+    files = {worker._state_file(Lane(name, Method("mapped"))) for name in names}
+    assert len(files) == len(names)
+    assert all(file.parent == tmp_path for file in files)
+
+
+def test_reasons_in_metrics_are_a_bounded_set() -> None:
+    from kvbaton.vllm.scheduling import kind_of
+
+    assert kind_of("entropy 1.25 > 0.40 bits") == "entropy # > # bits"
+    assert kind_of("hop dense: some share nothing learned") == "hop dense"
+    assert kind_of("first hop") == "first hop"
+
+
+def test_a_request_that_saves_nothing_teaches_nothing() -> None:
+    server = PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
+    for _ in range(2):
+        got = server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped", save=False))
+        assert got.told["segments"][0]["reason"] == "nothing learned"

@@ -46,7 +46,7 @@ class Leavings:
 
     def prompt(self, hop: Hop, table: Sequence[int]) -> None:
         """Queue what the prompt's exact rows teach, and the captures of its shared text, once."""
-        if hop.captured:
+        if hop.captured or not hop.options.save:
             return
         hop.captured = True
         parts = list(enumerate(zip(hop.shared, hop.judged, strict=True)))
@@ -54,8 +54,6 @@ class Leavings:
         for i, (part, verdict) in parts:
             if i in hop.refused or not verdict.reused:
                 self._teach(hop, part, verdict, held[i], table)
-        if not hop.options.save:
-            return
         keeps = hop.lane.method.recipe().reference.keeps
         for i, (part, verdict) in parts:
             source, reused = held[i], verdict.reused and i not in hop.refused

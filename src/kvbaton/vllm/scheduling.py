@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -153,7 +154,7 @@ class SchedulerRole:
                 self._decide(self.hops[request_id], verdicts)
         for (request_id, segment), reason in report.refused.items():
             hop = self.hops.get(request_id)
-            self.counts[f"rejected:{reason}"] += 1
+            self.counts[f"rejected:{kind_of(reason)}"] += 1
             if hop is not None:
                 hop.refused[segment] = reason
                 hop.loaded.pop(segment, None)
@@ -204,7 +205,7 @@ class SchedulerRole:
             _LOG.error("request %s runs exactly: %s", hop.request.request_id, error)
             hop.verdicts = tuple(Verdict("recompute", "method not possible in vLLM") for _ in verdicts)
         for verdict in hop.verdicts:
-            self.counts["segments_reused" if verdict.reused else f"rejected:{verdict.reason}"] += 1
+            self.counts["segments_reused" if verdict.reused else f"rejected:{kind_of(verdict.reason)}"] += 1
             if verdict.predicted is not None:
                 self._predicted.append(verdict.predicted)
         if hop.pieces:
@@ -238,6 +239,11 @@ class SchedulerRole:
         self.counts["requests_refused"] += 1
         if told:
             self._errors[request_id] = message
+
+
+def kind_of(reason: str) -> str:
+    """A reason without the numbers and names in it: what metrics may be labelled with, a bounded set."""
+    return re.sub(r"[-+]?\d[\d.e+-]*", "#", reason.partition(":")[0])
 
 
 def _ends(span: Span) -> tuple[int, int]:

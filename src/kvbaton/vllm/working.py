@@ -6,6 +6,7 @@ on capture and rotated once on load, in float32.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -144,8 +145,9 @@ class WorkerRole:
 
     def _state_file(self, lane: Lane) -> Path:
         assert self.state_dir is not None
-        name = f"{lane.group}-{lane.method}-rank{os.environ.get('RANK', '0')}"
-        return self.state_dir / ("".join(c if c.isalnum() or c in "-_." else "_" for c in name) + ".safetensors")
+        readable = "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{lane.group}-{lane.method}")[:80]
+        exact = hashlib.blake2b(repr(lane).encode(), digest_size=8).hexdigest()
+        return self.state_dir / f"{readable}-{exact}-rank{os.environ.get('RANK', '0')}.safetensors"
 
     # --- capture and learn ---------------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class WorkerRole:
     def _learn(self, lane: Lane, memory: Memory, edge: Edge, source: KV, target: KV) -> None:
         try:
             memory.learn(edge, source, target)
-        except KVBatonError as error:
+        except (KVBatonError, RuntimeError) as error:
             _LOG.warning("nothing learned on %s: %s", edge, error)
         with self._lock:
             self._changed.add(lane)
@@ -201,6 +203,14 @@ class WorkerRole:
     # --- judge and load ------------------------------------------------------------------------------------------
 
     def _judge(self, judge: Judge) -> tuple[Verdict, ...]:
+        """The plan's verdicts; where a part fails, the whole hop is computed and serving goes on."""
+        try:
+            return self._plan(judge)
+        except (KVBatonError, RuntimeError) as error:
+            _LOG.error("request %s runs exactly: %s", judge.request, error)
+            return tuple(Verdict("recompute", "judging failed") for _ in judge.shared)
+
+    def _plan(self, judge: Judge) -> tuple[Verdict, ...]:
         recipe, run = judge.lane.method.recipe(), RunStore()
         prompt = build_prompt(judge.reader, judge.token_ids, judge.shared)
         for part, (_, segment, _, _) in zip(judge.shared, prompt.shared(), strict=True):
@@ -228,6 +238,9 @@ class WorkerRole:
             self._load(load)
         except Refused as refusal:
             return str(refusal)
+        except (KVBatonError, RuntimeError) as error:
+            _LOG.error("request %s: segment %d is computed: %s", load.request, load.segment, error)
+            return "correction failed"
         return None
 
     def _load(self, load: Load) -> None:
