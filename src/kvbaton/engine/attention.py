@@ -17,6 +17,8 @@ from torch import Tensor
 BLOCK_ROWS = 256
 GAP_ROWS = 128
 """Rows further apart than this are attended in blocks of their own: early rows need not look at late slots."""
+SPAN_SLOTS, SPANS = 512, 16
+"""So are rows of different spans of so many positions (more on long prompts, which have at most so many spans)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class QueryRows:
     @cached_property
     def blocks(self) -> list[tuple[int, int, int]]:
         """``(first row, end row, slots seen)`` of each block."""
-        gaps = (self.positions.diff() > GAP_ROWS).nonzero()[:, 0] + 1
+        spans = self.positions // max(SPAN_SLOTS, (self.last + SPANS) // SPANS)
+        gaps = ((self.positions.diff() > GAP_ROWS) | (spans.diff() > 0)).nonzero()[:, 0] + 1
         cuts = [0, *gaps.tolist(), self.positions.numel()]
         ends = [end for first, last in pairwise(cuts) for end in (*range(first + BLOCK_ROWS, last, BLOCK_ROWS), last)]
         last_seen = self.positions[torch.tensor(ends) - 1].tolist()
