@@ -11,15 +11,14 @@ The question itself teaches nothing, so that repeats are equal and no method has
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from kvbaton.bench.accounting import Account, account, require_reuse
 from kvbaton.bench.cast import TaughtMemory, teaching
 from kvbaton.bench.chain import Chain, agreement, divergence
 from kvbaton.bench.chain import replay as recite
+from kvbaton.bench.comparison import DENSE, Comparison, HopRow, MethodRow
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.warmup import WarmUp
 from kvbaton.engine.hf import HFEngine
@@ -29,114 +28,10 @@ from kvbaton.errors import Unsupported, UsageError
 from kvbaton.recipes import Recipe, recipe
 from kvbaton.team import Team, TeamRun, Turn, replay
 
-DENSE = "dense"
-
 Inputs = Mapping[str, str]
 BuildTeam = Callable[[Session], Team]
 Tick = Callable[[str], None]
 """Called after every step with what was done."""
-
-
-@dataclass(frozen=True)
-class HopRow:
-    """One hop of one method. ``turn``: the first repeat's, without logits; ``ttfts_s``: one a repeat.
-
-    ``speed_up``: median dense TTFT over median TTFT. ``kl`` (nats a token) and ``agree`` (share of tokens with the same
-    most likely one): over the dense answer, None where the dense agent said nothing.
-    """
-
-    turn: Turn
-    ttfts_s: tuple[float, ...]
-    speed_up: float
-    kl: float | None
-    agree: float | None
-
-    @property
-    def ttft_s(self) -> float:
-        return statistics.median(self.ttfts_s)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.turn.to_dict(), "ttft_s": self.ttft_s, "ttfts_s": list(self.ttfts_s), "speed_up": self.speed_up,
-                "kl": self.kl, "agree": self.agree}
-
-
-@dataclass(frozen=True)
-class MethodRow:
-    """One method. ``refused``: why it cannot run here (no hops then); ``answers``: its own run, if asked for.
-
-    Means and books are over the hops after the source hop.
-    """
-
-    recipe: Recipe
-    hops: tuple[HopRow, ...] = ()
-    answers: TeamRun | None = None
-    refused: str | None = None
-
-    @property
-    def books(self) -> Account:
-        return account(self.recipe, [[row.turn.hop for row in self.hops]])
-
-    @property
-    def ttft_s(self) -> float:
-        return statistics.fmean(row.ttft_s for row in self.hops[1:])
-
-    @property
-    def kl(self) -> float | None:
-        """Divergence, nats a token."""
-        return _mean(row.kl for row in self.hops[1:])
-
-    @property
-    def agree(self) -> float | None:
-        return _mean(row.agree for row in self.hops[1:])
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.refused:
-            return {"method": self.recipe.name, "recipe": repr(self.recipe), "refused": self.refused}
-        return {
-            "method": self.recipe.name, "recipe": repr(self.recipe), "books": asdict(self.books), "ttft_s": self.ttft_s,
-            "kl": self.kl, "agree": self.agree, "hops": [row.to_dict() for row in self.hops],
-            "answers": None if self.answers is None else {t.agent: t.text for t in self.answers.turns},
-        }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What `Compare.run` found. ``warmup``: questions learned from before."""
-
-    model: str
-    dtype: str
-    inputs: Inputs
-    warmup: int
-    repeats: int
-    methods: tuple[MethodRow, ...]
-    conditions: Mapping[str, Any]
-
-    def __getitem__(self, method: str) -> MethodRow:
-        return next(row for row in self.methods if row.recipe.name == method)
-
-    def speed_up(self, row: MethodRow) -> float:
-        """Mean dense TTFT over this method's."""
-        return self[DENSE].ttft_s / row.ttft_s
-
-    def require_reuse(self) -> None:
-        """Raise DataError if a method other than dense never reused anything: its figures would be those of dense.
-
-        Raises Unsupported if none but dense could run.
-        """
-        others = [row for row in self.methods if row.recipe.name != DENSE]
-        if others and all(row.refused for row in others):
-            raise Unsupported("; ".join(f"{row.recipe.name}: {row.refused}" for row in others))
-        for row in others:
-            if not row.refused:
-                require_reuse(row.recipe, row.books)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model, "dtype": self.dtype, "inputs": dict(self.inputs), "warmup_questions": self.warmup,
-            "repeats": self.repeats, "conditions": dict(self.conditions),
-            "methods": [row.to_dict() if row.refused else {**row.to_dict(), "speed_up": self.speed_up(row)}
-                        for row in self.methods],
-        }
 
 
 @dataclass(frozen=True)
@@ -189,21 +84,30 @@ class Compare:
             for repeat in range(self.repeats):
                 turn = repeat % len(contenders)
                 for contender in contenders[turn:] + contenders[:turn]:
-                    contender.attempt(lambda c: c.replay(dense.turns))
+                    contender.attempt(lambda c: c.replay(dense.turns, truth))
                     tick(f"{contender.recipe.name}, repeat {repeat + 1}")
             if self.answers:
                 for contender in contenders:
-                    contender.attempt(lambda c: c.answer(self.build, self.inputs))
+                    contender.attempt(lambda c: c.answer(self.build, dense))
                     tick(f"{contender.recipe.name} answers")
-        return self._result(contenders, dense, truth)
+        return self._result(contenders)
 
-    def _result(self, contenders: Sequence[_Contender], dense: TeamRun, truth: Sequence[HopResult]) -> Comparison:
+    def _result(self, contenders: Sequence[_Contender]) -> Comparison:
         baseline = next(c for c in contenders if c.recipe.name == DENSE)
         identity = self.engine.identity
         return Comparison(
             model=identity.name, dtype=str(self.engine.geometry.dtype).removeprefix("torch."), inputs=self.inputs,
             warmup=len(self.warmup), repeats=self.repeats, conditions=conditions(str(self.engine.device)),
-            methods=tuple(c.row(dense.turns, truth, baseline.ttfts_s) for c in contenders))
+            methods=tuple(c.row(baseline) for c in contenders))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A hop of the first repeat, without logits, beside the truth."""
+
+    turn: Turn
+    kl: float | None
+    agree: float | None
 
 
 @dataclass
@@ -213,16 +117,20 @@ class _Contender:
     engine: HFEngine
     recipe: Recipe
     stack: ExitStack
-    replays: list[tuple[HopResult, ...]] = field(default_factory=list)
+    found: list[_Found] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
     answers: TeamRun | None = None
     refused: str | None = None
     _session: Session = field(init=False)
 
     def attempt(self, do: Callable[[_Contender], None]) -> None:
+        """What goes wrong in dense is raised: it is the user's words. Elsewhere it may be this method's settings."""
         if self.refused is None:
             try:
                 do(self)
-            except (Unsupported, UsageError) as error:  # this model or these settings: the dense run has gone well
+            except (Unsupported, UsageError) as error:
+                if self.recipe.name == DENSE:
+                    raise
                 self.refused = str(error)
 
     def learn(self, lessons: Sequence[Chain]) -> None:
@@ -235,33 +143,26 @@ class _Contender:
         memory.learning = False
         self._session.recipe = self.recipe
 
-    def replay(self, turns: Sequence[Turn]) -> None:
-        self.replays.append(replay(turns, self._session))
+    def replay(self, turns: Sequence[Turn], truth: Sequence[HopResult]) -> None:
+        hops = replay(turns, self._session)
+        self.times.append([hop.ttft_s for hop in hops])
+        self.found = self.found or [_beside(*each) for each in zip(turns, truth, hops, strict=True)]
 
-    def answer(self, build: BuildTeam, inputs: Inputs) -> None:
-        self.answers = build(self._session).run(inputs)
+    def answer(self, build: BuildTeam, dense: TeamRun) -> None:
+        self.answers = dense if self.recipe.name == DENSE else build(self._session).run(dense.inputs)
 
-    @property
-    def ttfts_s(self) -> list[tuple[float, ...]]:
-        """Of every hop, one a repeat."""
-        return [tuple(hop.ttft_s for hop in hops) for hops in zip(*self.replays, strict=True)]
-
-    def row(self, dense: Sequence[Turn], truth: Sequence[HopResult], baseline: list[tuple[float, ...]]) -> MethodRow:
+    def row(self, baseline: _Contender) -> MethodRow:
         if self.refused is not None:
             return MethodRow(self.recipe, refused=self.refused)
-        hops = tuple(
-            _hop_row(*each) for each in zip(dense, truth, self.replays[0], self.ttfts_s, baseline, strict=True))
-        return MethodRow(self.recipe, hops, self.answers)
+        hops = []
+        for found, mine, theirs in zip(self.found, zip(*self.times, strict=True), zip(*baseline.times, strict=True),
+                                       strict=True):
+            speed_up = statistics.median(theirs) / statistics.median(mine)
+            hops.append(HopRow(found.turn, mine, speed_up, found.kl, found.agree))
+        return MethodRow(self.recipe, tuple(hops), self.answers)
 
 
-def _hop_row(turn: Turn, true: HopResult, hop: HopResult, ttfts_s: tuple[float, ...],
-             dense_s: tuple[float, ...]) -> HopRow:
+def _beside(turn: Turn, true: HopResult, hop: HopResult) -> _Found:
     spoke = true.logits is not None
-    return HopRow(
-        replace(turn, hop=replace(hop, logits=None)), ttfts_s, statistics.median(dense_s) / statistics.median(ttfts_s),
-        divergence(true, hop) if spoke else None, agreement(true, hop) if spoke else None)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    return _Found(replace(turn, hop=replace(hop, logits=None)), divergence(true, hop) if spoke else None,
+                  agreement(true, hop) if spoke else None)

@@ -12,7 +12,7 @@ from kvbaton.cli.app import Device, Dtype, Json, app, emit, human_bytes, progres
 from kvbaton.cli.options import Input, Set, TeamFile, TeamModel, engine_of, filled, recipes_of, team_of
 
 if TYPE_CHECKING:
-    from kvbaton.bench.compare import Comparison, HopRow, MethodRow
+    from kvbaton.bench.comparison import Comparison, HopRow, MethodRow
     from kvbaton.engine.hf import HFEngine
     from kvbaton.recipes import Recipe
     from kvbaton.teamfile import TeamSpec
