@@ -240,7 +240,7 @@ def coverage(engine: HFEngine, folder: Path | None, n: int, names: Sequence[str]
 
 def cost(engine: HFEngine, tokens: int, repeats: int) -> None:
     chosen = [override(recipe(name), "selector.share=0.1") for name in ("cacheblend", "random")]
-    found = selective_cost(engine, [*chosen, recipe("droidspeak")], tokens, repeats)
+    found = selective_cost(engine, chosen, tokens, repeats)
     record = {"conditions": conditions(str(engine.device)), "repeats": repeats, "costs": [asdict(c) for c in found]}
     (HERE / "cost.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     for c in found:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbaton.bench.cast import branch
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.result import HopResult
 from kvbaton.engine.sampling import Generate
@@ -61,9 +62,15 @@ def selective_cost(engine: HFEngine, methods: Sequence[Recipe], tokens: int, rep
     sessions = [Session(engine, method) for method in every]
     times: list[list[float]] = [[] for _ in every]
     last: list[HopResult] = []
-    runs = [session.start_run() for session in sessions]
-    for session, run in zip(sessions, runs, strict=True):
-        session.hop(source, Generate(1), run)
+    held = sessions[1].start_run()
+    sessions[1].hop(source, Generate(1), held)
+    runs = []
+    for session in sessions:
+        run = branch(held, reader)
+        if session.recipe.selector.entry is not None or session.recipe.reference.encodes_alone:
+            run.clear()
+            session.hop(source, Generate(1), run)
+        runs.append(run)
     alone = engine.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     for _ in range(repeats):
