@@ -37,7 +37,8 @@ $(VLLM_STAMP): requirements/vllm.txt pyproject.toml
 	touch $@
 
 vllm-test: $(STAMP) $(VLLM_STAMP)  ## the tests that need vLLM, each file in a process of its own
-	set -e; for file in tests/vllm/test_*.py; do OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -q $$file; done
+	set -e; for file in tests/vllm/test_*.py; do \
+	  OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest -q $$file || test $$? -eq 5; done  # 5: a file that is skipped as a whole
 
 demo: $(STAMP)  ## three agents answer a question: dense beside shared
 	$(VENV)/bin/kvbaton demo

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import extra_recipes  # noqa: F401
 import pytest
 import torch
+
+pytest.importorskip("transformers", minversion="5.24", reason="older transformers, as vLLM wants it: run `make test`")
+
+import extra_recipes  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import PagedServer
