@@ -90,12 +90,13 @@ class Factored:
 
     def dots(self, rows: Tensor, layers: slice) -> Tensor:
         tokens = rows.shape[1]
-        # Summed in float32: with float16 the products of large keys overflow.
-        projected = torch.bmm(rows, self.right[layers].mT).float()
-        out = projected.new_zeros(len(self.lefts), tokens)
+        projected = torch.bmm(rows, self.right[layers].mT)
+        if projected.dtype == torch.float16:
+            projected = projected.float()  # products of large keys overflow float16
+        out = torch.zeros(len(self.lefts), tokens, device=rows.device)
         for total, left, columns in zip(out, self.lefts, self._columns, strict=True):
             n = min(tokens, left.shape[1])
-            total[:n] = (projected[:, :n, columns] * left[layers, :n]).sum((0, 2))
+            total[:n] = (projected[:, :n, columns] * left[layers, :n]).sum((0, 2), dtype=torch.float32)
         return out
 
     def mix(self, weights: Tensor, layers: slice) -> Tensor:
