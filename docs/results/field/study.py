@@ -168,13 +168,15 @@ def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str
     learn, score = drawn("gsm8k", folder, LEARN, QUESTIONS)
     left = [q for q in score if any((q.id, name) not in journal.done for name in names)]
     open_sessions = sessions(engine, chains(engine, learn), names, runs)
-    with Session(engine, recipe("dense"), prefix_cache=False) as reference:
-        for question, chain in zip(left, chains(engine, left), strict=True):
-            truth = replay(reference, chain)
-            for name in turned(names, score.index(question)):
-                if (question.id, name) not in journal.done:
-                    journal.add(question.id, name, replay(open_sessions[name], chain)[1:], truth[1:])
-            print(time.strftime("%T"), question.id, flush=True)
+    others = [name for name in names if name != "dense"]
+    for question, chain in zip(left, chains(engine, left), strict=True):
+        truth = replay(open_sessions["dense"], chain)
+        if (question.id, "dense") not in journal.done:
+            journal.add(question.id, "dense", truth[1:], truth[1:])
+        for name in turned(others, score.index(question)):
+            if (question.id, name) not in journal.done:
+                journal.add(question.id, name, replay(open_sessions[name], chain)[1:], truth[1:])
+        print(time.strftime("%T"), question.id, flush=True)
 
 
 def evidence(engine: HFEngine, folder: Path | None) -> None:
