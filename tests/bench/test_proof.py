@@ -14,8 +14,8 @@ def test_table_from_results(tmp_path: Path) -> None:
         for record in run().records:
             journal.append({**record, "recipe": "x"})
     text = proof.proof(proof.runs(tmp_path))
-    assert "| `full-shared` | 0.0225 |" in text
-    assert "| `kvcmas` | 0.0125 (44%) |" in text
+    assert "| `full-shared` | 0.0225 (10% recomputed) |" in text
+    assert "| `kvcmas` | 0.0125 (44% off, 10% recomputed) |" in text
     assert "n 12, learned from 1, seed 0, tiny float32, cpu, 1 thread, commit abc123, dirty" in text
 
 

@@ -28,7 +28,7 @@ th, td { padding: 4px 10px; text-align: right; white-space: nowrap; border-botto
 td small { display: block; color: var(--soft); font-size: 11px }
 th { color: var(--soft); font-weight: 600 } th:first-child, td:first-child { text-align: left }
 tbody tr:nth-child(even) { background: var(--band) }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(560px, 1fr)); gap: 26px 30px;
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(560px, 1fr)); gap: 26px 30px;
   margin-top: 18px }
 figure { margin: 0 } figure svg { width: 100%; height: auto; display: block }
 figcaption { font-size: 12.5px; margin-top: 4px }
@@ -89,7 +89,8 @@ def _html_table(table: Table) -> str:
 
 def _html_block(index: int, block: Block) -> str:
     short = next((f"{name} {value}" for name, value in block.conditions if name == "commit"), "")
-    tail = f"{escape(short)}; all conditions above, data in the tables."
+    several = "; then " in short
+    tail = f"{'several commits' if several else escape(short)}; all conditions above, data in the tables."
     pictures = "".join(f"<figure>{p.svg}<figcaption>{escape(p.caption)} {tail}</figcaption></figure>"
                        for p in block.pictures)
     conditions = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in block.conditions)

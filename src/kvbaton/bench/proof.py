@@ -11,6 +11,8 @@ from kvbaton.bench.result import RunFile, read
 from kvbaton.bench.runner import DENSE
 from kvbaton.bench.summary import FULL, summarise
 
+LEAST = 8
+"""A run over fewer questions is a sketch, not a proof."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
 _ORDER = ("full-shared", "cacheblend", "epic", "relaycaching", "kvcomm", "kvcmas", "shift", "affine", "hybrid")
 
@@ -34,18 +36,21 @@ def proof(found: Sequence[RunFile]) -> str:
     if not methods:
         return ""
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
-    text = ("Divergence from dense prefill that each method leaves, KL in nats a token over the dense answers, and in "
-            "brackets the share of `full-shared`'s that it takes away; then first tokens against dense.")
+    text = ("Divergence from dense prefill, KL in nats a token over the dense answers (share of `full-shared`'s that "
+            "is taken\naway, share of shared entries that it recomputed, dense fallbacks included).")
     return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), "\n".join(notes)])
 
 
 def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
     cells = {}
     for s in summarise(run):
-        if s.kl is not None and s.method != DENSE:
-            gain = "" if s.recovered is None or s.method == FULL else f" ({s.recovered.value:.0%})"
-            cells[s.method] = f"{s.kl.value:.4f}{gain}"
-    return {f"{run.identity['task']}, {run.identity['model']}": cells}
+        if s.kl is not None and s.method != DENSE and s.questions >= LEAST:
+            gain = "" if s.recovered is None or s.method == FULL else f"{s.recovered.value:.0%} off, "
+            cells[s.method] = f"{s.kl.value:.4f} ({gain}{1 - s.reuse:.0%} recomputed)"
+    if not cells:
+        return {}
+    who = run.identity
+    return {f"{who['task']}, {who['model']} {who['dtype']}, {who['learn']} learned": cells}
 
 
 def _speed(run: RunFile) -> dict[str, dict[str, str]]:

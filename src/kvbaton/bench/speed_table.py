@@ -77,14 +77,14 @@ def _line(point: str, method: str, records: list[Record], dense: list[Record] | 
         learn_share=cost["learn_s"] / cost["prefill_s"], gate_said_no=sum(hop["gate_said_no"] for hop in hops))
 
 
-COLUMNS = ["point", "method", "TTFT ms", "p10–p90", "speed-up", "ceiling ms", "MBU", "MFU", "TPOT ms", "tok/s", "reuse",
+COLUMNS = ["point", "method", "TTFT ms", "speed-up", "ceiling ms", "MBU", "MFU", "TPOT ms", "tok/s", "reuse",
            "peak MiB", "learned MiB", "learn/prefill"]
 
 
 def cells(line: SpeedLine) -> list[str]:
     """A line as the cells of `COLUMNS`."""
     peak = line.peak_process_bytes if line.peak_torch_bytes is None else line.peak_torch_bytes
-    return [line.point, line.method, f"{line.ttft_ms:.1f}", f"{line.ttft_p10_ms:.1f}–{line.ttft_p90_ms:.1f}",
+    return [line.point, line.method, f"{line.ttft_ms:.1f} ({line.ttft_p10_ms:.1f} to {line.ttft_p90_ms:.1f})",
             "–" if line.speed_up is None else f"{line.speed_up:.2f}×", f"{line.ceiling_ms:.1f}", f"{line.mbu:.2f}",
             f"{line.mfu:.2f}", "–" if line.tpot_ms is None else f"{line.tpot_ms:.1f}",
             f"{line.output_tokens_per_s:.1f}", f"{line.reuse:.3f}", f"{peak / 2**20:.0f}",
