@@ -376,3 +376,17 @@ def test_a_request_that_saves_nothing_teaches_nothing() -> None:
     for _ in range(2):
         got = server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped", save=False))
         assert got.told["segments"][0]["reason"] == "nothing learned"
+
+
+def test_a_correction_that_is_not_finite_is_refused(monkeypatch) -> None:
+    from kvbaton.correctors.affine import Affine
+
+    server, plain = PagedServer(), PagedServer()
+    server.serve(ONE + TEXT + END, asks("a", 16, 50, method="mapped"))
+    server.serve(TWO + TEXT + END, asks("b", 19, 50, method="mapped"))
+    correct = Affine.correct
+    monkeypatch.setattr(Affine, "correct", lambda *args: lambda layer: tuple(
+        part * (float("nan") if layer == 2 else 1.0) for part in correct(*args)(layer)))
+    got = server.serve(TWO + TEXT + END[::-1], asks("b", 19, 50, method="mapped"))
+    assert got.told["segments"][0]["reason"] == "correction not finite"
+    assert torch.allclose(got.logits[0], plain.serve(TWO + TEXT + END[::-1]).logits[0], atol=TOLERANCE)

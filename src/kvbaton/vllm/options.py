@@ -225,8 +225,8 @@ def _flag(raw: Mapping[str, Any], name: str) -> bool:
 def _marks(value: Any) -> tuple[Mark, ...]:
     made: list[Mark] = []
     for item in value if isinstance(value, Sequence) and not isinstance(value, str) else [None]:
-        if (not isinstance(item, Sequence) or len(item) != 3 or not isinstance(item[2], str) or not 0 < len(item[2]) <= 200
-                or not all(type(n) is int for n in item[:2]) or not 0 <= item[0] < item[1]):
+        if (not isinstance(item, Sequence) or len(item) != 3 or not all(type(n) is int for n in item[:2])
+                or not 0 <= item[0] < item[1] or not isinstance(item[2], str) or not 0 < len(item[2]) <= 200):
             raise UsageError(f"spans is a list of [start, end, share] with 0 <= start < end, got {value!r}")
         if made and item[0] < made[-1].span.end:
             raise UsageError(f"spans overlap or are out of order at {item!r}")

@@ -253,7 +253,7 @@ class WorkerRole:
         positions = self._positions(load.start + load.first, len(load.slots))
         for layer, cache in enumerate(self.layers):
             k, v = correction(layer)
-            if load.edge is not None and not bool(torch.isfinite(k.sum() + v.sum())):
+            if load.edge is not None and not _finite(k[:, load.first], v[:, load.first]):
                 raise Refused("correction not finite")
             cache.write(self.rope.rotate(k[:, rows], *self.rope.angles(positions, layer)), v[:, rows], at)
 
@@ -282,3 +282,6 @@ class WorkerRole:
         return torch.arange(start, start + tokens, device=self.layers[0].tensor.device)
 
 
+def _finite(k: Tensor, v: Tensor) -> bool:
+    """Whether one corrected row ``[H, D]`` is finite: a broken state breaks every row, so one is enough to look at."""
+    return bool(torch.isfinite(k.float().sum() + v.float().sum()))
