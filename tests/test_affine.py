@@ -53,6 +53,13 @@ def corrected(rule: Affine, state: AffineState, source: KV, start: int) -> tuple
     return torch.stack(k), torch.stack(v)
 
 
+def learned_rows(rule: Affine, tokens: int) -> list[int]:
+    """At most ``max_rows`` of the rows behind the skipped ones, first and last among them, evenly spread."""
+    count = min(tokens - rule.skip_rows, rule.max_rows)
+    step = (tokens - 1 - rule.skip_rows) / max(count - 1, 1)
+    return [round(rule.skip_rows + i * step) for i in range(count)]
+
+
 def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[Tensor, Tensor]:
     """The algorithm one layer, head and token at a time, in float64."""
     out_k, out_v = source.k.double().clone(), source.v.double().clone()
@@ -65,11 +72,12 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
                 n, m = n * rule.forget, m * rule.forget + 1
                 for part in (sx, sy, gram, cross):
                     part *= rule.forget
-                for t in range(rule.skip_rows, len(a)):
+                rows = learned_rows(rule, len(a))
+                for t in rows:
                     g = (b.start / (b.start + t)) ** rule.decay
                     x = torch.cat((a.k[layer, h, t], a.v[layer, h, t])).double()
                     y = (torch.cat((b.k[layer, h, t], b.v[layer, h, t])).double() - x) / g
-                    w = g * g
+                    w = g * g * (len(a) - rule.skip_rows) / len(rows)
                     n, sx, sy = n + w, sx + w * x, sy + w * y
                     gram, cross = gram + w * torch.outer(x, x), cross + w * torch.outer(x, y)
             mu, my = sx / n, sy / n
@@ -91,7 +99,8 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
 
 
 @pytest.mark.parametrize("rule", [Affine(), Affine(rank=3, ridge_tokens=20), Affine(rank=0), Affine(rank=None),
-                                  Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0)])
+                                  Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0),
+                                  Affine(ridge_tokens=50, max_rows=7), Affine(max_rows=8, skip_rows=4)])
 def test_equals_plain_loop(rule: Affine) -> None:
     pairs = [kv_pair(seed, tokens=20 + seed, start=5 + seed) for seed in range(4)]
     source, _ = kv_pair(50)
@@ -319,7 +328,8 @@ def test_bytes_are_the_formula() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    for wrong in ({"rank": -1}, {"ridge_tokens": 0.0}, {"forget": 0.0}, {"forget": 1.5}, {"skip_rows": -1}):
+    for wrong in ({"rank": -1}, {"ridge_tokens": 0.0}, {"forget": 0.0}, {"forget": 1.5}, {"skip_rows": -1},
+                  {"max_rows": 0}):
         with pytest.raises(UsageError):
             Affine(**wrong)  # type: ignore[arg-type]
     rule = Affine()

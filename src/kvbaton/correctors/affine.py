@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs, row_decay
@@ -29,7 +31,9 @@ class Affine:
     ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``ridge_tokens``: strength of the
     ridge, as if that many tokens had said "no slope". ``offset_prior`` p: the mean offset of m texts counts
     m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades). ``skip_rows``:
-    first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`).
+    first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`). ``max_rows``:
+    a longer text is learned from that many of its rows, spread over it, which then stand for all: the rows of one text
+    say much the same, and learning must stay cheap beside the hop that it learns from.
     ``inputs`` and ``heads``: what one map sees, `correctors.blocks`.
     """
 
@@ -39,6 +43,7 @@ class Affine:
     offset_prior: float = 1.0
     forget: float = 1.0
     skip_rows: int = 0
+    max_rows: int = 512
     inputs: Inputs = Inputs.JOINT_KV
     heads: Heads = Heads.PER_HEAD
     learns: ClassVar[bool] = True
@@ -49,6 +54,8 @@ class Affine:
             raise UsageError(f"rank must be None (full) or 0 and more, got {self.rank}")
         if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
             raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
+        if self.max_rows < 1:
+            raise UsageError(f"max_rows must be 1 or more, got {self.max_rows}")
         if not 0 < self.forget <= 1:
             raise UsageError(f"forget is what remains of the past after a text, above 0 up to 1, got {self.forget}")
 
@@ -64,7 +71,7 @@ class Affine:
         if not isinstance(state, AffineState) or state.map is None:
             raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
         blocks, found = state.blocks, state.map_on(source.k.device)
-        g = row_decay(start, range(len(source)), self.decay, source.k)
+        g = row_decay(start, torch.arange(len(source), device=source.k.device), self.decay, source.k.dtype)
 
         def layer(at: int) -> LayerKV:
             k, v = source.k[at], source.v[at]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.blocks import Blocks, row_decay
+from kvbaton.correctors.blocks import Blocks, row_decay, spread_rows
 from kvbaton.correctors.fit import FittedMap, fit
 from kvbaton.correctors.lens import Lens
 from kvbaton.correctors.record import Record
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvbaton.correctors.affine import Affine
 
 REFITS = frozenset({1, 2, 3, 5, 8, 12, 20, 30})
-"""Dense hops after which the map is solved anew; then after every 50."""
+"""Dense hops after which the map is solved anew; then after every 50th."""
 
 
 @dataclass
@@ -39,6 +39,11 @@ class AffineState:
     lens: Lens | None = None
     seen: Texts = field(default_factory=Texts)
     record: Record = field(default_factory=Record)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Blocks of all layers together, and features of each."""
+        return self.blocks.layers * self.blocks.count, self.blocks.features
 
     @property
     def texts(self) -> int:
@@ -71,25 +76,24 @@ class AffineState:
 
     def learn(self, source: KV, target: KV) -> None:
         """Measure the present map on this text, add the text to the sums, solve anew when it is due."""
-        rows = range(self.rule.skip_rows, len(source))
-        if not rows:
+        rows = spread_rows(self.rule.skip_rows, len(source), self.rule.max_rows, source.k.device)
+        if not len(rows):
             return
-        start, geometry = target.start, self.blocks.geometry
-        source, target = source.rows(rows.start, rows.stop), target.rows(rows.start, rows.stop)
+        stands_for = ((len(source) - self.rule.skip_rows) / len(rows)) ** 0.5
         first = self.sums is None
-        sums = self.sums or Sums.zeros(self.blocks.layers * self.blocks.count, self.blocks.features, source.k.device)
+        sums = self.sums or Sums.zeros(*self._shape, source.k.device)
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
-        g = row_decay(start, rows, self.rule.decay, source.k)
+        g = row_decay(target.start, rows, self.rule.decay, source.k.dtype)
         error = offset = 0.0
-        for layer in range(1, geometry.layers):
-            x = self.blocks.pack(source.k[layer], source.v[layer])
-            dy = self.blocks.pack(target.k[layer].float() - source.k[layer].float(),
-                                  target.v[layer].float() - source.v[layer].float())
+        for layer in range(1, self.blocks.geometry.layers):
+            k, v, to_k, to_v = (side[layer][:, rows] for side in (source.k, source.v, target.k, target.v))
+            x = self.blocks.pack(k, v)
+            dy = self.blocks.pack(to_k.float() - k.float(), to_v.float() - v.float())
             if first:
                 sums.centre[self.blocks.rows(layer)] = x.float().mean(-2)
-            sums.add(self.blocks.rows(layer), x.float(), dy, g.float())
-            size = target.v[layer].float().square().sum().clamp(min=1e-30)
+            sums.add(self.blocks.rows(layer), x.float(), dy * stands_for, g.float() * stands_for)
+            size = to_v.float().square().sum().clamp(min=1e-30)
             offset += float(self._value_energy(dy) / size)
             if self.map is not None:
                 dy -= self.map_on(x.device).offset(self.blocks.rows(layer), x, g).float()
@@ -107,9 +111,8 @@ class AffineState:
     def solve(self) -> None:
         """Fit the map to everything learned so far. Off the TTFT path: the engine's learner calls `learn`."""
         if self.sums is not None:
-            self.map = fit(self.sums, self.rule.rank, self.rule.ridge_tokens,
-                           self.seen.effective / (self.seen.effective + self.rule.offset_prior),
-                           self.blocks.geometry.dtype)
+            shrink = self.seen.effective / (self.seen.effective + self.rule.offset_prior)
+            self.map = fit(self.sums, self.rule.rank, self.rule.ridge_tokens, shrink, self.blocks.geometry.dtype)
             self.lens = Lens.of(self.sums, self.blocks, self.rule.ridge_tokens)
 
     def merge(self, other: AffineState) -> None:
@@ -118,8 +121,7 @@ class AffineState:
             raise InvariantError(f"cannot merge states of {self.rule} and {other.rule}")
         if other.sums is None:
             return
-        self.sums = self.sums or Sums.zeros(self.blocks.layers * self.blocks.count, self.blocks.features,
-                                            other.sums.gram.device)
+        self.sums = self.sums or Sums.zeros(*self._shape, other.sums.gram.device)
         self.sums.merge(other.sums)
         self.seen.merge(other.seen)
         self.record.merge(other.record)
@@ -134,10 +136,8 @@ class AffineState:
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         seen, record = Texts.from_tensors(tensors), Record.from_tensors(tensors)
         if seen.count:
-            blocks, features = self.blocks.layers * self.blocks.count, self.blocks.features
-            dtype = self.blocks.geometry.dtype
-            self.sums = Sums.from_tensors(tensors, blocks, features)
-            self.map = FittedMap.from_tensors(tensors, blocks, features, self.rule.rank, dtype)
+            self.sums = Sums.from_tensors(tensors, *self._shape)
+            self.map = FittedMap.from_tensors(tensors, *self._shape, self.rule.rank, self.blocks.geometry.dtype)
             self.lens = Lens.from_tensors(tensors, self.blocks)
         self.seen, self.record = seen, record
 

@@ -76,12 +76,17 @@ class Blocks:
         return slice((layer - 1) * self.count, layer * self.count)
 
 
-def row_decay(start: int, rows: range, power: float, like: Tensor) -> Tensor:
-    """g = (P / (P + t))^power ``[T, 1]`` for the rows t of a segment at position P = ``start``, typed as ``like``.
+def row_decay(start: int, rows: Tensor, power: float, dtype: torch.dtype) -> Tensor:
+    """g = (P / (P + t))^power ``[T, 1]`` for the rows t (``rows`` ``[T]``) of a segment at position P = ``start``.
 
     The influence of a prefix on a row falls with the share of attention that it still gets. A segment without a
     prefix counts as one behind a single token.
     """
     prefix = max(start, 1)
-    t = torch.arange(rows.start, rows.stop, device=like.device, dtype=torch.float32)
-    return (prefix / (prefix + t)).pow(power).to(like.dtype)[:, None]
+    return (prefix / (prefix + rows.float())).pow(power).to(dtype)[:, None]
+
+
+def spread_rows(first: int, tokens: int, most: int, device: torch.device) -> Tensor:
+    """At most ``most`` of the rows ``[first, tokens)``, evenly spread, both ends among them: ``[m]`` int64."""
+    count = min(max(tokens - first, 0), most)
+    return torch.linspace(first, tokens - 1, count, device=device).round().long()

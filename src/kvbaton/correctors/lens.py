@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.blocks import Blocks
+from kvbaton.correctors.blocks import Blocks, spread_rows
 from kvbaton.correctors.fit import correlations
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
@@ -53,8 +53,7 @@ class Lens:
     def novelty(self, source: KV, blocks: Blocks) -> float:
         """Mean leverage of the rows of ``source`` over its mean for the rows learned."""
         layer, tokens = watched_layer(blocks), len(source)
-        first = min(4, tokens - 1)
-        rows = torch.linspace(first, tokens - 1, min(ROWS, tokens - first), device=source.k.device).round().long()
+        rows = spread_rows(min(4, tokens - 1), tokens, ROWS, source.k.device)
         x = blocks.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
         white = (x - self.mean[:, None]) @ self.whiten
         return float(white.float().square().sum(-1).mean())
