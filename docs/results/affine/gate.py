@@ -79,10 +79,11 @@ class Line:
 def play(scenario: str, gate: Residual, hops: Hops, engine: HFEngine, args: argparse.Namespace,
          journal: Journal) -> bool:
     """Run what is missing of a scenario; False if the time ran out."""
+    missing = [(at, hop) for at, hop in enumerate(hops) if (str(at), scenario, 0) not in journal.done]
+    if not missing:
+        return True
     line = Line(engine, gate, args, args.out.with_suffix(f".{scenario.replace('=', '-')}.safetensors"))
-    for at, (phase, task, text) in enumerate(hops):
-        if (str(at), scenario, 0) in journal.done:
-            continue
+    for at, (phase, task, text) in missing:
         if time.monotonic() > args.until:
             return False
         journal.append({"question": str(at), "method": scenario, "repeat": 0, "phase": phase, **line.hop(task, text)})
