@@ -13,6 +13,7 @@ from kvbaton.bench.page import to_html, to_markdown
 from kvbaton.bench.plots import Dot, _frontier
 from kvbaton.bench.report import blocks
 from kvbaton.bench.result import RunFile
+from kvbaton.bench.runner import digest
 from kvbaton.bench.summary import summarise
 from kvbaton.errors import DataError, UsageError
 from made_results import CONDITIONS, IDENTITY, KL, run
@@ -39,6 +40,16 @@ def test_a_question_that_a_method_lacks_is_left_out_for_all() -> None:
     assert {s.questions for s in summarise(cut)} == {11}
     with pytest.raises(DataError, match="no question"):
         blocks([RunFile(whole.path, whole.identity, whole.conditions, whole.records[:1] + whole.records[4:5])])
+
+
+def test_only_the_latest_settings_of_a_method_count() -> None:
+    whole = run()
+    old, new = "Recipe(rank=8)", "Recipe(rank=32)"
+    conditions = tuple({**CONDITIONS, "recipes": {"kvcmas": text}} for text in (old, new))
+    records = tuple({**r, "recipe": digest(new if int(r["question"]) < 5 else old)} if r["method"] == "kvcmas" else r
+                    for r in whole.records)
+    assert {s.questions for s in summarise(RunFile(whole.path, whole.identity, conditions, records))} == {5}
+    assert {s.questions for s in summarise(RunFile(whole.path, whole.identity, conditions[:1], records))} == {7}
 
 
 def test_page_is_self_contained_and_carries_its_conditions() -> None:

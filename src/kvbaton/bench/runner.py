@@ -73,9 +73,9 @@ def questions(task: Task, rows: Sequence[data.Row], spec: Evaluation) -> tuple[l
     return [q for q in made[0] if q], [q for q in made[1] if q]
 
 
-def digest(recipe: Recipe) -> str:
-    """Short hash of a recipe's hyper-parameters: a method of the same name with others is measured anew."""
-    return hashlib.blake2b(repr(recipe).encode(), digest_size=4).hexdigest()
+def digest(written: str) -> str:
+    """Short hash of a recipe's ``repr``: a method of the same name with other hyper-parameters is measured anew."""
+    return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
 
 
 class Runner:
@@ -124,7 +124,7 @@ class Runner:
 
     def _known(self, journal: Journal, question: Question, recipe: Recipe, repeat: int) -> bool:
         """Measured already, with the same hyper-parameters."""
-        return journal.done.get((question.id, recipe.name, repeat), {}).get("recipe") == digest(recipe)
+        return journal.done.get((question.id, recipe.name, repeat), {}).get("recipe") == digest(repr(recipe))
 
     def _measure(self, journal: Journal, todo: list[tuple[int, Question, tuple[Recipe, ...]]]) -> None:
         total = len(self._learn) + sum(len(left) for *_, left in todo)
@@ -175,7 +175,7 @@ class Runner:
             self._refused.add(recipe.name)
             found = {"question": f"{ANSWERS}refused", "refused": str(refusal)}
         journal.append({"question": scene.question.id, "method": recipe.name, "repeat": repeat,
-                        "recipe": digest(recipe), **found})
+                        "recipe": digest(repr(recipe)), **found})
 
     def _learned(self, recipe: Recipe) -> Path:
         """Where what a method learned lies; another name for other settings or other learn questions."""

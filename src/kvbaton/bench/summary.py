@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbaton.bench import stats
 from kvbaton.bench.result import Record, RunFile
-from kvbaton.bench.runner import ANSWERS, DENSE
+from kvbaton.bench.runner import ANSWERS, DENSE, digest
 from kvbaton.bench.stats import Interval
 
 FULL = "full-shared"
@@ -51,10 +51,15 @@ class Summary:
 
 
 def scored(run: RunFile) -> dict[str, dict[str, list[Record]]]:
-    """Records by method and question (repeats together), for questions that every method has; answers left out."""
+    """Records by method and question (repeats together), for questions that every method has; answers left out.
+
+    A method that was run again with other hyper-parameters counts with its latest ones only.
+    """
     table: dict[str, dict[str, list[Record]]] = {}
+    recipes = {name: digest(text) for c in run.conditions for name, text in c.get("recipes", {}).items()}
     for record in run.records:
-        if not record["question"].startswith(ANSWERS):
+        latest = record.get("recipe") == recipes.get(record["method"], record.get("recipe"))
+        if latest and not record["question"].startswith(ANSWERS):
             table.setdefault(record["method"], {}).setdefault(record["question"], []).append(record)
     common = set.intersection(*(set(q) for q in table.values())) if table else set()
     return {m: {q: r for q, r in questions.items() if q in common} for m, questions in table.items()}
