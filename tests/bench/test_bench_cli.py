@@ -94,7 +94,6 @@ def test_bench_single(tmp_path: Path) -> None:
     (["eval", "gsm8k", "--methods", ","], UsageError, "one method"),
     (["eval", "gsm8k", "--methods", "dense", "--measure", "accurate"], UnknownName, "accuracy"),
     (["eval", "gsm8k", "--methods", "epic", "--set", "epic:selector.row=1"], UnknownName, r"selector\.rows"),
-    (["eval", "gsm8k", "--methods", "epic", "--set", "selector.rows=1"], UsageError, "METHOD:part"),
     (["eval", "gsm8k", "--methods", "dense", "--data", "absent.jsonl"], DataError, "no data file"),
     (["analyze", "sweep", "selector.shar=1", "--methods", "cacheblend"], UnknownName, r"selector\.share"),
     (["analyze", "sweep", "selector.share=much", "--methods", "cacheblend"], UsageError, "selector.share"),

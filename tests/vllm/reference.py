@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import extra_recipes  # noqa: F401
+import extra_recipes
 from scenario import Scenario
 
 from kvbaton.engine.hf import HFEngine
@@ -42,6 +42,7 @@ def replay(engine: HFEngine, scenario: Scenario) -> list[list[dict]]:
 
 if __name__ == "__main__":
     model_path, source, target = sys.argv[1:]
+    extra_recipes.add()
     engine = HFEngine(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     scenarios = [Scenario.from_dict(raw) for raw in json.loads(Path(source).read_text())]
     torch.save([replay(engine, scenario) for scenario in scenarios], target)

@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed: run `make vllm-test`")
 
-import extra_recipes  # noqa: F401
 from engines import running, save_model
 from scenario import team
 

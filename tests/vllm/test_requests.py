@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed: run `make vllm-test`")
 
-import extra_recipes  # noqa: F401
 from engines import Engine, running, save_model
 from scenario import tokens
 

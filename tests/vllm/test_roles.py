@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.24", reason="older transformers, as vLLM wants it: run `make test`")
 
-import extra_recipes  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import PagedServer
