@@ -27,5 +27,5 @@ def demo(
     engine = engine_of(model, dtype, device)
     if not json:
         typer.echo(f"Question: {given['question']}\n")
-    found = measured(engine, spec, recipes, given, TRANSCRIPTS, repeats=3, answers=True)
+    found = measured(engine, spec, recipes, given, TRANSCRIPTS, repeats=2, answers=True)
     emit(found.to_dict(), json, lambda: shown(found))
