@@ -17,7 +17,7 @@ TRANSCRIPTS = EXAMPLES / "maths-transcripts.jsonl"
 def demo(
     question: Annotated[str | None, typer.Option(help="What the agents are asked. Default: a bakery.")] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated names from `kvbaton methods`. dense is added.")]
-    = "dense,full-shared,kvcmas,hybrid",
+    = "dense,full-shared,hybrid",
     settings: Set = None, model: Model = "smollm2", dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """See it work: a solver, a critic and a judge answer a question, dense beside shared KV."""
