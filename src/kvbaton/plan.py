@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvbaton.correctors.base import EdgeState
+from kvbaton.correctors.record import Recorded
 from kvbaton.gates import Verdict
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
@@ -120,9 +121,8 @@ def _judge(prompt: Prompt, recipe: Recipe, run: RunStore, memory: Memory, index:
 def _stale_private(prompt: Prompt, own: RunStore) -> list[Step]:
     """Reuse of the agent's own text behind shared text, as it was in its last dense hop."""
     steps = []
-    for index, (segment, span) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
-        behind = segment.share is None and span.start >= prompt.prefix_tokens
-        held = own.get(own_text(segment, index)) if behind else None
+    for index, segment, span in prompt.own_behind():
+        held = own.get(own_text(segment, index))
         if held is not None:
             steps.append(Step(index, segment, span, Action.REUSE, "stale private text", source=held))
     return steps
@@ -150,6 +150,13 @@ def _anchored_private(prompt: Prompt, recipe: Recipe, memory: Memory, own: RunSt
         elif recipe.corrector.can_correct(state, source):
             steps.append(Step(index, behind, prompt.spans[index], Action.CORRECT, "own text", edge, source, state))
     return steps
+
+
+def note_reuse(plan: Plan) -> None:
+    """Tell the record of every edge that a hop reuses so: what a gate asks later. Once a hop."""
+    for step in plan.reused:
+        if isinstance(step.state, Recorded) and step.source is not None:
+            step.state.record.reused_once(step.state.novelty(step.source))
 
 
 def own_text(segment: Segment, index: int) -> Segment:

@@ -121,6 +121,12 @@ class Prompt:
                 seen[segment.share] = slot + 1
                 yield i, segment, span, slot
 
+    def own_behind(self) -> Iterator[tuple[int, Segment, Span]]:
+        """``(index, segment, span)`` of the agent's own text behind the first shared segment."""
+        for i, (segment, span) in enumerate(zip(self.segments, self.spans, strict=True)):
+            if segment.share is None and span.start >= self.prefix_tokens:
+                yield i, segment, span
+
     @property
     def prefix_tokens(self) -> int:
         """Tokens of the agent's own text before the first shared segment."""

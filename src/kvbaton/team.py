@@ -140,12 +140,9 @@ def replay(turns: Iterable[Turn], session: Session) -> tuple[HopResult, ...]:
     Each result holds the answer's logits ``[m, vocab]``; a turn that said nothing has none and its method's first
     token is thrown away.
     """
-    store = session.start_run()
-    try:
-        return tuple(session.hop(turn.prompt, Force(turn.hop.output_ids), store, writes=turn.agent)
-                     if turn.hop.output_ids else session.hop(turn.prompt, Generate(1), store) for turn in turns)
-    finally:
-        store.clear()
+    said = ((turn.prompt, turn.hop.output_ids, turn.agent) for turn in turns)
+    return tuple(session.play((prompt, Force(ids), agent) if ids else (prompt, Generate(1), None)
+                              for prompt, ids, agent in said))
 
 
 def _session(engine: HFEngine | RemoteEngine | None, method: str | Recipe | None) -> Session | RemoteSession:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from kvbaton.engine.divergence import divergence as logit_divergence
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.result import HopResult
 from kvbaton.engine.sampling import Force, Generate
@@ -54,14 +54,12 @@ def dense_chain(engine: HFEngine, readers: Sequence[tuple[Reader, str | None]], 
 
 def replay(session: Session, chain: Chain) -> list[HopResult]:
     """Run a chain's hops in a new run of ``session``, each forced to its dense answer."""
-    run = session.start_run()
-    return [session.hop(turn.prompt, Force(turn.answer), run, writes=turn.writes) for turn in chain]
+    return session.play((turn.prompt, Force(turn.answer), turn.writes) for turn in chain)
 
 
 def divergence(dense: HopResult, other: HopResult) -> float:
     """KL(dense || other) in nats a token, over the forced answer."""
-    p, q = _logits(dense).log_softmax(-1), _logits(other).log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean().clamp_min(0.0))
+    return logit_divergence(_logits(dense), _logits(other))
 
 
 def agreement(dense: HopResult, other: HopResult) -> float:
@@ -73,4 +71,4 @@ def agreement(dense: HopResult, other: HopResult) -> float:
 def _logits(result: HopResult) -> Tensor:
     if result.logits is None:
         raise InvariantError(f"the hop of {result.reader!r} was not forced: it has no logits to compare")
-    return result.logits.to(torch.float64)
+    return result.logits

@@ -95,6 +95,11 @@ class Turning(Protocol):
         ...
 
 
+def as_is(source: KV) -> Correction:
+    """The correction that changes nothing."""
+    return lambda layer: (source.k[layer], source.v[layer])
+
+
 def no_reveal(_truth: KV, _source: KV) -> EdgeState:
     """`Corrector.reveal` of every corrector that lives on what it learned."""
     raise InvariantError("reveal() was called on a corrector that needs no truth")
@@ -131,7 +136,7 @@ class NoCorrection:
         return False
 
     def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
-        return lambda layer: (source.k[layer], source.v[layer])
+        return as_is(source)
 
     def learn(self, state: EdgeState, source: KV, target: KV) -> None: ...
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbaton.prompt import Span
+
 BLOCK_ROWS = 256
 GAP_ROWS = 128
 """Rows further apart than this are attended in blocks of their own: early rows need not look at late slots."""
@@ -39,6 +41,7 @@ class QueryRows:
     """Align the mask to the bottom right of the ``[A, slots]`` score matrix, as CacheBlend's reference code does."""
     _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)
     _biases: dict[int | None, list[Tensor]] = field(default_factory=dict)
+    _within: dict[Span, tuple[slice, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def first(self) -> int:
@@ -62,6 +65,14 @@ class QueryRows:
         last_seen = self.positions[torch.tensor(ends) - 1].tolist()
         return [(start, end, (self.last if self.bottom_right else seen) + 1)
                 for (start, end), seen in zip(pairwise([0, *ends]), last_seen, strict=True)]
+
+    def within(self, span: Span) -> tuple[slice, Tensor]:
+        """The rows that lie in ``span``: their range in the row list, and their offsets in the span."""
+        if span not in self._within:
+            edges = self.positions.new_tensor([span.start, span.end])
+            low, high = torch.searchsorted(self.positions, edges).tolist()
+            self._within[span] = slice(low, high), self.positions[low:high] - span.start
+        return self._within[span]
 
     def masks(self, window: int | None) -> list[Tensor]:
         """Boolean masks ``[rows, slots]`` of the blocks, true where a row may look."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvbaton.correctors.record import Recorded
 from kvbaton.engine.cache import SplicedCache
+from kvbaton.engine.divergence import divergence
 from kvbaton.engine.hf import HFEngine, Watch
 from kvbaton.engine.splice import Splice
 from kvbaton.errors import UsageError
@@ -51,8 +52,7 @@ class Audit:
         if not self.plan.dense:
             self.held = {step.index: self.other.held(step.index) for step in self.plan.steps}
         dense, reuse = (mine, theirs) if self.plan.dense else (theirs, mine)
-        p, q = dense.double().log_softmax(-1), reuse.double().log_softmax(-1)
-        return float((p.exp() * (p - q)).sum(-1).mean().clamp_min(0.0))
+        return divergence(dense, reuse)
 
     def _logits(self, cache: SplicedCache, first: Tensor, answer: tuple[int, ...]) -> Tensor:
         """Logits ``[m, vocab]`` before each answer token (before the stop token, if the answer is empty)."""
@@ -86,18 +86,12 @@ class Auditor:
         other = Splice(self._engine, prompt, Plan(steps), recipe, other_cache, prefix)
         return Audit(self._engine, prompt, plan, cache, first, other, other_cache, {})
 
-    def record(self, plan: Plan, divergence: float) -> None:
+    def record(self, plan: Plan, measured: float) -> None:
         """Put a measured divergence to every edge of the hop. Call after the hop was learned from."""
         for step in plan.steps:
             state = self._memory.state(step.edge) if step.edge is not None else None
             if isinstance(state, Recorded):
-                state.record.audited_once(divergence)
-
-    def note(self, plan: Plan) -> None:
-        """Count a reuse of every edge that the hop reused."""
-        for step in plan.reused:
-            if isinstance(step.state, Recorded) and step.source is not None:
-                step.state.record.reused_once(step.state.novelty(step.source))
+                state.record.audited_once(measured)
 
     def _wanted(self, plan: Plan, recipe: Recipe) -> bool:
         if not any(step.edge is not None for step in plan.steps):

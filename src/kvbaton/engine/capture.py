@@ -30,7 +30,7 @@ class Capture:
     def take(self, layer: int, view: PackedPass) -> None:
         """Copy the fresh rows of the span that this layer computed."""
         assert view.fresh is not None
-        at, offsets = _within(view.rows, self.span)
+        at, offsets = view.rows.within(self.span)
         fresh_k, fresh_v = (t[:, at] for t in view.fresh)
         if offsets.numel() == len(self.span):
             self.k[layer], self.v[layer] = fresh_k, fresh_v
@@ -42,7 +42,7 @@ class Capture:
         """Keep the hidden states ``[A, hidden]`` that enter ``entry``."""
         if layer != self.entry:
             return
-        at, offsets = _within(rows, self.span)
+        at, offsets = rows.within(self.span)
         if offsets.numel():
             kept = self.boundary.setdefault(layer, hidden.new_empty(len(self.span), hidden.shape[1]))
             kept.index_copy_(0, offsets, hidden[at])
@@ -55,12 +55,6 @@ class Capture:
         part = whole.rows(0, tokens)
         boundary = tuple((layer, h.clone()) for layer, h in part.boundary)
         return KV(part.k.clone(), part.v.clone(), part.start, source, exact, boundary)
-
-
-def _within(rows: QueryRows, span: Span) -> tuple[slice, Tensor]:
-    """The rows that lie in ``span``: their range in the row list, and their offsets in the span."""
-    low, high = (int(i) for i in torch.searchsorted(rows.positions, rows.positions.new_tensor([span.start, span.end])))
-    return slice(low, high), rows.positions[low:high] - span.start
 
 
 class Captures(Watch):

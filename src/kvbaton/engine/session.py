@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,7 @@ from kvbaton.engine.splice import Splice
 from kvbaton.errors import PromptTooLong, UsageError
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
-from kvbaton.plan import Plan, Step, make_plan, own_text
+from kvbaton.plan import Plan, Step, make_plan, note_reuse, own_text
 from kvbaton.prompt import Prompt, Segment, Span, agent_of
 from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import ALONE, Keep, RunStore
@@ -96,13 +96,21 @@ class Session:
             answer.finish(cache, written, on_token)
             learn_s = self._learner.drain()
             actual = None if audit is None else self._close_audit(audit, answer)
-            self._auditor.note(plan)
+            note_reuse(plan)
             self._save_prefix(prompt, cache)
             self._hand_on(prompt, plan, splice, held, run)
             if writes is not None and answer.ids and Keep.WRITTEN in self.recipe.reference.keeps:
                 kv = written.kv(prompt.role, exact=plan.dense, tokens=len(answer.ids))
                 self.recipe.reference.wrote(Segment(tuple(answer.ids), writes), kv, run)
             return self._result(prompt, plan, plan_s, splice, prefix, answer, run, learn_s, extra, actual)
+
+    def play(self, hops: Iterable[tuple[Prompt, Generate | Force, str | None]]) -> list[HopResult]:
+        """One run of given hops, ``(prompt, decode, writes)`` each. The run's shared KV is freed however it ends."""
+        run = self.start_run()
+        try:
+            return [self.hop(prompt, decode, run, writes=writes) for prompt, decode, writes in hops]
+        finally:
+            run.clear()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -213,8 +221,8 @@ class Session:
                 reference.read(step.segment, kv, run)
         if self.recipe.private is PrivateText.STALE and plan.dense:
             own = self._own[prompt.reader] = RunStore()
-            for index, segment in enumerate(prompt.segments):
-                kv = splice.held(index) if segment.share is None else None
+            for index, segment, _ in prompt.own_behind():
+                kv = splice.held(index)
                 if kv is not None:
                     own.put(own_text(segment, index), kv)
 

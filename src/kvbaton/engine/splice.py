@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turning
+from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turning, as_is
 from kvbaton.engine.attention import QueryRows
 from kvbaton.engine.cache import SplicedCache
 from kvbaton.engine.capture import Capture
@@ -49,10 +49,13 @@ class Splice(Watch):
         self._captures = {index: Capture.empty(prompt.spans[index], engine.geometry, engine.device, self._entry)
                           for index in self._to_capture()}
         self.reused_rows, self._row_of = self._reusable(prefix_tokens)
+        self._corrects = torch.tensor([r.step.action is Action.CORRECT for r in self._reused], dtype=torch.bool,
+                                      device=engine.device)
+        self._correctable = int(self._corrects[self.reused_rows.segments].sum())
         computed = (self._row_of < 0).nonzero()[:, 0]
         self._computed = computed[computed >= prefix_tokens]
         self._selection: Selection | None = None
-        self._selected = self.reused_rows.none()
+        self._selected = self._active = self.reused_rows.none()
         self.rows_per_layer: list[int] = []
         self.recomputed = self.corrected = self.moved_bytes = self.extra_entries = 0
 
@@ -65,7 +68,7 @@ class Splice(Watch):
             if Need.CORRECTION_SIZE in selector.needs:
                 reused = replace(reused, correction=self._correction_size())
             self._selection = selector.begin(reused)
-            self._selected = self._selection.start()
+            self._selected = self._active = self._selection.start()
         return self._rows()
 
     def enter(self, layer: int, rows: QueryRows, hidden: Tensor) -> tuple[QueryRows, Tensor]:
@@ -101,7 +104,7 @@ class Splice(Watch):
     def _prepare(self, step: Step) -> _Reused:
         if step.source is None:
             raise InvariantError(f"segment {step.index} is planned for reuse without a source")
-        correction = _as_is(step.source)
+        correction = as_is(step.source)
         if step.action is Action.CORRECT:
             if step.state is None:
                 raise InvariantError(f"segment {step.index} is planned for correction without a state")
@@ -129,9 +132,7 @@ class Splice(Watch):
             if step.action is Action.RECOMPUTE and (Keep.EXACT_READS in recipe.reference.keeps or teaches):
                 wanted.append(step.index)
         if recipe.private is PrivateText.STALE and self._plan.dense:
-            wanted += [index for index, (segment, span) in enumerate(zip(self._prompt.segments, self._prompt.spans,
-                                                                         strict=True))
-                       if segment.share is None and span.start >= self._prompt.prefix_tokens]
+            wanted += [index for index, _, _ in self._prompt.own_behind()]
         return wanted
 
     def _reusable(self, prefix_tokens: int) -> tuple[ReusedRows, Tensor]:
@@ -169,11 +170,9 @@ class Splice(Watch):
 
     def _reconcile(self, layer: int, rows: QueryRows, hidden: Tensor) -> tuple[QueryRows, Tensor]:
         """Make the active rows those that the selector asked for."""
-        if self._selection is None:
+        if self._selected is self._active or torch.equal(self._selected, self._active):
             return rows, hidden
-        wanted = self._rows()
-        if torch.equal(wanted.positions, rows.positions):
-            return rows, hidden
+        self._active, wanted = self._selected, self._rows()
         missing = wanted.positions[~torch.isin(wanted.positions, rows.positions)]
         if missing.numel():
             hidden = torch.cat((hidden, self._hidden_of(layer, missing)))
@@ -224,10 +223,7 @@ class Splice(Watch):
         self.recomputed += int(rows.positions.numel())
         if layer == 0:
             return
-        for number, reused in enumerate(self._reused):
-            if reused.step.action is Action.CORRECT:
-                total = int((self.reused_rows.segments == number).sum())
-                self.corrected += total - int((self.reused_rows.segments[fresh] == number).sum())
+        self.corrected += self._correctable - int(self._corrects[self.reused_rows.segments[fresh]].sum())
 
     def _query_pass(self) -> Tensor:
         """Attention ``[n]`` of the rows that are computed anyway on the reused rows, averaged over layers."""
@@ -272,7 +268,3 @@ class _QueryPass(Watch):
     def leave(self, layer: int, view: PackedPass) -> None:
         mass = view.attention(view.rows.positions.numel())
         self.mass = mass if layer == 0 else self.mass + mass
-
-
-def _as_is(source: KV) -> Correction:
-    return lambda layer: (source.k[layer], source.v[layer])

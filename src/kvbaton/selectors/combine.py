@@ -24,40 +24,36 @@ Parts: TypeAlias = Sequence[tuple[Selection, Tensor]]
 """Selections with the rows ``[m]`` that each may choose from; a selection's own index i means row ``scope[i]``."""
 
 
-def _needs(parts: Sequence[Selector]) -> frozenset[Need]:
-    return frozenset().union(*(part.needs for part in parts))
-
-
-def _entry(parts: Sequence[Selector]) -> int | None:
-    entries = {part.entry for part in parts if part.entry is not None}
-    if len(entries) > 1:
-        raise UsageError(f"combined selectors enter at layers {sorted(entries)}: rows can enter at one layer only")
-    return next(iter(entries), None)
-
-
 @dataclass(frozen=True)
-class Union:
-    """Compute every row that any of ``parts`` wants; overlaps are computed once."""
+class _Combined:
+    """What any combination asks of the engine: all that its ``parts`` ask."""
 
     parts: tuple[Selector, ...]
 
     def __post_init__(self) -> None:
-        _entry(self.parts)
+        entries = {part.entry for part in self.parts if part.entry is not None}
+        if len(entries) > 1:
+            raise UsageError(f"combined selectors enter at layers {sorted(entries)}: rows can enter at one layer only")
 
     @property
     def needs(self) -> frozenset[Need]:
-        return _needs(self.parts)
+        return frozenset().union(*(part.needs for part in self.parts))
 
     @property
     def entry(self) -> int | None:
-        return _entry(self.parts)
+        return next((part.entry for part in self.parts if part.entry is not None), None)
+
+
+@dataclass(frozen=True)
+class Union(_Combined):
+    """Compute every row that any of ``parts`` wants; overlaps are computed once."""
 
     def begin(self, reused: ReusedRows) -> Selection:
         return _Together([(part.begin(reused), reused.all()) for part in self.parts], reused)
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(_Combined):
     """Spend a budget in order: each part takes its ``share`` of all reused rows from those that earlier parts left.
 
     Only the last part may choose anew above layer 0, because the others' rows must be known before it begins.
@@ -66,18 +62,10 @@ class Split:
     parts: tuple[Budgeted, ...]
 
     def __post_init__(self) -> None:
-        _entry(self.parts)
+        super().__post_init__()
         total = sum(part.share for part in self.parts)
         if total > 1.0 + 1e-9:
             raise UsageError(f"the shares of a split budget add up to {total}, more than all rows")
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return _needs(self.parts)
-
-    @property
-    def entry(self) -> int | None:
-        return _entry(self.parts)
 
     def begin(self, reused: ReusedRows) -> Selection:
         left, chosen = reused.all(), []

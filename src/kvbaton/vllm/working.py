@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.base import Correction, LayerKV
-from kvbaton.correctors.record import Recorded
+from kvbaton.correctors.base import Correction, LayerKV, as_is
 from kvbaton.errors import KVBatonError, StoreError
 from kvbaton.kv import KV, Geometry
 from kvbaton.memory import Memory, ModelIdentity
-from kvbaton.plan import make_plan
+from kvbaton.plan import make_plan, note_reuse
 from kvbaton.prompt import Edge
 from kvbaton.references import RunStore
 from kvbaton.rope import Rope
@@ -218,9 +217,7 @@ class WorkerRole:
             if source is not None:
                 run.put(segment, source)
         plan = make_plan(prompt, recipe, run, self.memory(judge.lane), RunStore())
-        for step in plan.reused:
-            if isinstance(step.state, Recorded) and step.source is not None:
-                step.state.record.reused_once(step.state.novelty(step.source))
+        note_reuse(plan)
         return tuple(Verdict(step.action.value, self.broken or step.reason, step.edge, step.predicted)
                      for step in plan.steps)
 
@@ -259,7 +256,7 @@ class WorkerRole:
 
     def _correction(self, load: Load, source: KV) -> Correction:
         if load.edge is None:
-            return lambda layer: (source.k[layer], source.v[layer])
+            return as_is(source)
         corrector, state = load.lane.method.recipe().corrector, self.memory(load.lane).state(load.edge)
         if state is None or not corrector.can_correct(state, source):
             raise Refused("learned state gone")
