@@ -1,43 +1,51 @@
-"""Learner: one worker thread that takes in exact pairs while the answer is being decoded."""
+"""Learner: one worker thread that learns while answers are being decoded."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec
 
 import torch
 
-from kvbaton.kv import KV
-from kvbaton.memory import Memory
-from kvbaton.prompt import Edge
+P = ParamSpec("P")
 
 
 class Learner:
-    """Off the TTFT path: pairs are handed over once the first token is known and are learned in order.
+    """Off the TTFT path: jobs run one after another, in the order in which they were handed over.
 
-    `drain` waits for all of them, so that what was learned is seen by the next plan, and raises what failed.
+    What a failed job means is the job's own affair: one that must not disturb anybody catches its errors itself. The
+    first error that a job lets out is raised by the next `drain`.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvbaton-learn")
-        self._pending: list[Future[float]] = []
+        self._seconds = 0.0
+        self._problem: Exception | None = None
 
-    def submit(self, edge: Edge, source: KV, target: KV) -> None:
-        """Queue one exact pair; both KVs must not be written to until `drain` returns."""
-        self._pending.append(self._pool.submit(self._learn, edge, source, target))
+    def submit(self, job: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue one job; tensors that it reads must not be written to until `drain` returns."""
+        self._pool.submit(self._run, job, *args, **kwargs)
 
     def drain(self) -> float:
-        """Wait for everything that was queued; returns the seconds that learning took."""
-        pending, self._pending = self._pending, []
-        return sum(future.result() for future in pending)
+        """Wait for everything that was queued; returns the seconds that the jobs took since the last call."""
+        self._pool.submit(lambda: None).result()
+        seconds, self._seconds = self._seconds, 0.0
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        return seconds
 
     def close(self) -> None:
         """Finish what is queued and stop the thread."""
         self._pool.shutdown(wait=True)
 
     @torch.no_grad()
-    def _learn(self, edge: Edge, source: KV, target: KV) -> float:
+    def _run(self, job: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs) -> None:
         begin = time.perf_counter()
-        self._memory.learn(edge, source, target)
-        return time.perf_counter() - begin
+        try:
+            job(*args, **kwargs)
+        except Exception as problem:
+            self._problem = self._problem or problem
+        self._seconds += time.perf_counter() - begin

@@ -50,7 +50,7 @@ class Session:
         self.memory = memory if memory is not None else Memory(recipe.corrector, engine.geometry, budget_bytes)
         self._prefixes = PrefixCache() if prefix_cache else PrefixCache(budget_bytes=0)
         self._own: dict[str, RunStore] = {}
-        self._learner = Learner(self.memory)
+        self._learner = Learner()
         self._auditor = Auditor(engine, self.memory, audit)
         self._busy = threading.Lock()
 
@@ -197,7 +197,7 @@ class Session:
                 assert step.edge is not None
                 assert step.source is not None
                 assert target is not None
-                self._learner.submit(step.edge, step.source, target)
+                self._learner.submit(self.memory.learn, step.edge, step.source, target)
 
     def _close_audit(self, audit: Audit, answer: Answer) -> float:
         """Run the hop the other way, learn from it if that is the exact way; the measured divergence."""

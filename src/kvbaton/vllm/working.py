@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.correctors.base import Correction, LayerKV, as_is
+from kvbaton.engine.learner import Learner
 from kvbaton.errors import KVBatonError, StoreError
 from kvbaton.kv import KV, Geometry
 from kvbaton.memory import Memory, ModelIdentity
@@ -76,8 +76,7 @@ class WorkerRole:
     _lost: set[int] = field(default_factory=set)
     _changed: set[Lane] = field(default_factory=set)
     _saved: dict[Lane, float] = field(default_factory=dict)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvbaton-learn"))
-    _pending: list[Future[None]] = field(default_factory=list)
+    _learner: Learner = field(default_factory=Learner)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @torch.no_grad()
@@ -102,13 +101,11 @@ class WorkerRole:
 
     def drain(self) -> None:
         """Wait until everything taught so far is learned."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        self._learner.drain()
 
     def close(self) -> None:
         """Finish learning and save what was learned."""
-        self._pool.shutdown(wait=True)
+        self._learner.close()
         for lane in list(self.memories):
             self._close_lane(lane)
 
@@ -175,12 +172,10 @@ class WorkerRole:
         target = self._read(teach.slots, teach.start, teach.edge.reader, exact=True)
         self._check_rotation(source, target)
         if self.broken is None:
-            memory = self.memory(teach.lane)
-            self._pending = [future for future in self._pending if not future.done()]
-            self._pending.append(self._pool.submit(self._learn, teach.lane, memory, teach.edge, source, target))
+            self._learner.submit(self._learn, teach.lane, self.memory(teach.lane), teach.edge, source, target)
 
-    @torch.no_grad()
     def _learn(self, lane: Lane, memory: Memory, edge: Edge, source: KV, target: KV) -> None:
+        """The learner's job: what fails is logged, serving goes on."""
         try:
             memory.learn(edge, source, target)
         except (KVBatonError, RuntimeError) as error:
