@@ -111,23 +111,25 @@ def test_gauges_are_read_from_prometheus_text() -> None:
 class Stub(ThreadingHTTPServer):
     """Streams ``max_tokens`` tokens, slowly; counts moved tokens for requests that ask for reuse."""
 
-    def __init__(self, moves: bool = True) -> None:
+    def __init__(self, moves: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[float, dict]] = []
         self.answered: list[float] = []
-        self.moved, self.moves = 0, moves
+        self.moved = self.found = 0
+        self.moves = self.finds = moves
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send(f"vllm:kvbaton_tokens_moved_total {self.server.moved}\nvllm:kvbaton_store_bytes 1048576\n",
-                   "text/plain")
+        self._send(f"vllm:kvbaton_tokens_moved_total {self.server.moved}\nvllm:kvbaton_store_bytes 1048576\n"
+                   f"vllm:kvbaton_segments_found_total {self.server.found}\n", "text/plain")
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((time.perf_counter(), asked))
-        if self.server.moves and "kv_transfer_params" in asked:
-            self.server.moved += 10
+        if "kv_transfer_params" in asked:
+            self.server.moved += 10 * self.server.moves
+            self.server.found += self.server.finds
         time.sleep(0.01)
         token = len(self.server.asked)
         events = [{"choices": [{"index": 0, "token_ids": [token]}]} for _ in range(asked["max_tokens"])]
@@ -151,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(request):
     pytest.importorskip("httpx", reason="httpx is not installed: pip install 'kvbaton[serve]'")
-    server = Stub(getattr(request, "param", True))
+    server = Stub(getattr(request, "param", 1))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -188,12 +190,20 @@ def test_the_grid_warms_up_and_interleaves(stub) -> None:
     assert next(iter(measure(target(stub), grid, {("50 teams/s", "hybrid", 0)})))["method"] == "dense"
 
 
-@pytest.mark.parametrize("stub", [False], indirect=True)
-def test_a_method_that_reuses_nothing_is_no_result(stub) -> None:
+@pytest.mark.parametrize("stub", [0], indirect=True)
+def test_a_method_that_finds_nothing_is_no_result(stub) -> None:
     """S5: blending that silently never ran."""
     grid = Grid(generate(SHAPE, 1, 1.0, "fixed", 0), ("hybrid",), (50.0,), warm_up=0)
-    with pytest.raises(UsageError, match="reused nothing"):
+    with pytest.raises(UsageError, match="found nothing to reuse"):
         list(measure(target(stub), grid))
+
+
+@pytest.mark.parametrize("stub", [0], indirect=True)
+def test_a_method_whose_gate_refuses_all_is_a_result_that_says_so(stub) -> None:
+    stub.finds = 1
+    grid = Grid(generate(SHAPE, 1, 1.0, "fixed", 0), ("hybrid",), (50.0,), warm_up=0)
+    (record,) = measure(target(stub), grid)
+    assert (record["moved_tokens"], record["reused_segments"], record["found_segments"]) == (0, 0, 3)
 
 
 def test_no_server_is_said() -> None:

@@ -78,6 +78,15 @@ def test_methods_that_vllm_cannot_run_are_refused_by_name(method, why) -> None:
         ServerOptions.parse({"method": method})
 
 
+@pytest.mark.parametrize("asked", [{"target_divergence": 0.05}, {"set": ["gate.target=0.05"]}])
+def test_a_target_needs_measurements_that_no_server_makes(asked) -> None:
+    """An edge without a measured divergence stays dense: on a server that would be every edge, for ever."""
+    with pytest.raises(Unsupported, match="no request twice"):
+        ask(method="hybrid", **asked)
+    with pytest.raises(Unsupported, match="no request twice"):
+        ServerOptions.parse({"method": "hybrid", "set": ["gate.target=0.05"]})
+
+
 @pytest.mark.parametrize("raw", [{"apply": "some"}, {"window": 2}, {"store_bytes": -1}, {"set": "x"}])
 def test_bad_server_options_are_refused(raw) -> None:
     with pytest.raises(UsageError):

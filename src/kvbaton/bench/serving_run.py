@@ -36,7 +36,8 @@ class Grid:
 
 
 def measure(server: Server, grid: Grid, done: Container[tuple[str, str, int]] = ()) -> Iterator[dict[str, Any]]:
-    """One record a (rate, method, repeat) that is not in ``done``. Raises UsageError if a reuse method reused nothing.
+    """One record a (rate, method, repeat) that is not in ``done``. Raises UsageError if a reuse method found nothing
+    that it might have reused.
 
     The order of methods turns by one with every repeat and rate, so that no method always runs first.
     """
@@ -66,11 +67,13 @@ def _one(server: Server, grid: Grid, method: str, qps: float, name: str, run: st
     before = _metrics(server)
     teams = asyncio.run(play(server, cell, grid.seed))
     after = _metrics(server)
-    moved = gauge(after, "vllm:kvbaton_tokens_moved_total") - gauge(before, "vllm:kvbaton_tokens_moved_total")
-    if method != BASELINE and not moved:
-        raise UsageError(f"{method!r} reused nothing on this server: the numbers would be those of the baseline. "
+    grown = {name: int(gauge(after, f"vllm:kvbaton_{name}_total") - gauge(before, f"vllm:kvbaton_{name}_total"))
+             for name in ("tokens_moved", "segments_reused", "segments_found")}
+    if method != BASELINE and not grown["segments_found"]:
+        raise UsageError(f"{method!r} found nothing to reuse on this server: the numbers would be the baseline's. "
                          "Was it started by `kvbaton serve`?")
-    return {**summarise(cell, teams, grid.ttft_slo_s), "moved_tokens": int(moved),
+    return {**summarise(cell, teams, grid.ttft_slo_s), "moved_tokens": grown["tokens_moved"],
+            "found_segments": grown["segments_found"], "reused_segments": grown["segments_reused"],
             "store_mib": gauge(after, "vllm:kvbaton_store_bytes") / 2**20,
             "learned_mib": gauge(after, "vllm:kvbaton_learned_bytes") / 2**20}
 
