@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbaton.errors import UsageError
 from kvbaton.selectors.attention import QueryAttention
-from kvbaton.selectors.base import AllRows, LayerView, Need, NoRows, ReusedRows, Selector
+from kvbaton.selectors.base import AllRows, Compared, LayerView, Need, NoRows, ReusedRows, Selector
 from kvbaton.selectors.budget import best, rows_of
 from kvbaton.selectors.combine import Split, Union
 from kvbaton.selectors.deviation import Deviation, Measure
@@ -48,8 +48,8 @@ class Layer:
         self.attention = torch.rand(n, generator=g)
 
     def view(self, rows: Tensor) -> LayerView:
-        return LayerView(rows, self.fresh_k[:, rows], self.fresh_v[:, rows], self.reused_k[:, rows],
-                         self.reused_v[:, rows], lambda queries: self.attention)
+        parts = (self.fresh_k, self.fresh_v, self.reused_k, self.reused_v)
+        return LayerView(rows, lambda: Compared(*(part[:, rows] for part in parts)), lambda queries: self.attention)
 
 
 def trace(selector: Selector, rows: ReusedRows) -> list[Tensor]:

@@ -93,13 +93,13 @@ def test_repeats_turn_the_order():
 def test_a_refused_method_is_reported_and_the_others_go_on(monkeypatch):
     from kvbaton.bench import compare as module
 
-    def session(engine, recipe, **options):
+    def taught(engine, recipe, lessons):
         if recipe.name == "bad":
             raise Unsupported("no path computes the moon right")
-        return real(engine, recipe, **options)
+        return real(engine, recipe, lessons)
 
-    real = module.Session
-    monkeypatch.setattr(module, "Session", session)
+    real = module.taught
+    monkeypatch.setattr(module, "taught", taught)
     found = compare(replace(recipe("full-shared"), name="bad"), "full-shared").run()
     assert found["bad"].refused == "no path computes the moon right"
     assert found["bad"].to_dict()["refused"]

@@ -132,7 +132,7 @@ def error(engine: HFEngine, methods: Sequence[Recipe], chains: Sequence[Chain], 
         with Session(engine, replace(method, reference=recording)) as session:
             for chain in learn_from if method.corrector.learns else ():
                 replay(session, chain)
-            session.recipe = replace(session.recipe, gate=Always(), hop_fallback=False)
+            session.follow(replace(session.recipe, gate=Always(), hop_fallback=False))
             for chain, truth in zip(chains, truths, strict=True):
                 recording.held.clear()
                 replay(session, chain)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,21 @@ def cast(engine: HFEngine, recipe: Recipe, lessons: Sequence[Chain], file: Path,
         session = Session(engine, teaching(recipe), memory=memory)
     for lesson in lessons[-1:]:
         replay(session, lesson)
-    session.recipe = recipe
+    session.follow(recipe)
+    return session
+
+
+def taught(engine: HFEngine, recipe: Recipe, lessons: Sequence[Chain]) -> Session:
+    """As `cast`, with what was learned in memory alone."""
+    memory = TaughtMemory(recipe.corrector, engine.geometry)
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(engine, teaching(recipe), memory=memory))
+        memory.learning = True
+        for lesson in lessons if recipe.corrector.learns else lessons[-1:]:
+            replay(session, lesson)
+        memory.learning = False
+        session.follow(recipe)
+        stack.pop_all()
     return session
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from kvbaton.bench.cast import TaughtMemory, teaching
+from kvbaton.bench.cast import taught
 from kvbaton.bench.chain import Chain, agreement, divergence
-from kvbaton.bench.chain import replay as recite
 from kvbaton.bench.comparison import DENSE, Comparison, HopRow, MethodRow
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.warmup import WarmUp
@@ -135,13 +134,7 @@ class _Contender:
 
     def learn(self, lessons: Sequence[Chain]) -> None:
         """Dense replays with the corrector looking on, or one to fill the prefix cache; no more is learned then."""
-        memory = TaughtMemory(self.recipe.corrector, self.engine.geometry)
-        self._session = self.stack.enter_context(Session(self.engine, teaching(self.recipe), memory=memory))
-        memory.learning = True
-        for lesson in lessons if self.recipe.corrector.learns else lessons[-1:]:
-            recite(self._session, lesson)
-        memory.learning = False
-        self._session.recipe = self.recipe
+        self._session = self.stack.enter_context(taught(self.engine, self.recipe, lessons))
 
     def replay(self, turns: Sequence[Turn], truth: Sequence[HopResult]) -> None:
         hops = replay(turns, self._session)

@@ -149,7 +149,7 @@ def prepare(engine: HFEngine, stream: Stream, recipe: Recipe, learn: int,
     hops = [hop for sample in range(teams) for hop, _ in stream.run(session, -1 - sample)]
     cost = {"teams": teams, "wall_s": time.perf_counter() - begin, "learn_s": sum(hop.learn_s for hop in hops),
             "prefill_s": sum(hop.ttft_s for hop in hops), "learned_bytes": session.memory.nbytes}
-    session.recipe = recipe if isinstance(recipe.gate, Never) else replace(recipe, gate=Overruled(recipe.gate))
+    session.follow(recipe if isinstance(recipe.gate, Never) else replace(recipe, gate=Overruled(recipe.gate)))
     stream.run(session, -1 - teams)
     return session, cost
 

@@ -7,7 +7,7 @@ Distances are taken in factor space, with nothing reconstructed; layer 0 is exac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from kvbaton.correctors.stacks import Factored, Stack
 
 _BLOCK = {"cpu": 1 << 21}
 _BLOCK_ELSEWHERE = 1 << 26
-"""Elements of a product held at a time: what a CPU's cache takes; on a GPU, enough to fill it."""
+"""Elements of a matrix or product held at a time: what a CPU's cache takes; on a GPU, enough to fill it."""
 
 
 @dataclass
@@ -47,8 +47,11 @@ class Side:
     @classmethod
     def learned(cls, source: Tensor, target: Tensor, base_rank: int | None, rank: int | None) -> Side:
         """One text's side from ``[L, H, S, D]`` of the source and of the reader."""
-        base, true = rows_of(source), rows_of(target)
-        return cls.of(_stack(base, base_rank, source.dtype), _stack(true.float().sub_(base), rank, source.dtype))
+        layers, heads, tokens, dim = source.shape
+        parts = tuple(blocks(layers - 1, tokens, heads * dim, source.device))
+        base = (rows_of(source, part).float() for part in parts)
+        offset = (rows_of(target, part).float().sub_(rows_of(source, part)) for part in parts)
+        return cls.of(_stack(base, base_rank, source.dtype), _stack(offset, rank, source.dtype))
 
     @property
     def nbytes(self) -> int:
@@ -121,10 +124,11 @@ def rows_of(x: Tensor, layers: slice = slice(None)) -> Tensor:
 
 
 def blocks(layers: int, tokens: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Runs of layers whose products of ``tokens`` by ``width`` are held at a time."""
+    """Runs of layers whose matrices of ``tokens`` by ``width`` are held at a time."""
     step = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // max(1, tokens * width))
     return (slice(start, min(start + step, layers)) for start in range(0, layers, step))
 
 
-def _stack(matrix: Tensor, rank: int | None, dtype: torch.dtype) -> Stack:
-    return Full((matrix.to(dtype).contiguous(),)) if rank is None else Factored.fit(matrix, rank, dtype)
+def _stack(parts: Iterable[Tensor], rank: int | None, dtype: torch.dtype) -> Stack:
+    """One text's matrix, given in ``parts`` of some layers each."""
+    return Full((torch.cat([part.to(dtype) for part in parts]),)) if rank is None else Factored.fit(parts, rank, dtype)

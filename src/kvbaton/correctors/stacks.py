@@ -13,7 +13,7 @@ The right factors of all texts lie in one tensor, so that both uses are one thin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from kvbaton.lowrank import LowRank
-
-_FIT_BYTES = 1 << 27
-"""float32 bytes of the layers that are factorised together."""
 
 
 class Stack(Protocol):
@@ -69,11 +66,10 @@ class Factored:
     right: Tensor
 
     @classmethod
-    def fit(cls, matrix: Tensor, rank: int, dtype: torch.dtype) -> Factored:
-        """One text's ``matrix`` ``[L, S, C]``, factorised in float32, kept in ``dtype``."""
-        step = max(1, _FIT_BYTES // (4 * matrix[0].numel()))
-        parts = [LowRank.fit(part, rank).to(dtype) for part in torch.split(matrix, step)]
-        return cls((torch.cat([p.left for p in parts]),), torch.cat([p.right for p in parts]))
+    def fit(cls, parts: Iterable[Tensor], rank: int, dtype: torch.dtype) -> Factored:
+        """One text's matrix, given in ``parts`` ``[l, S, C]`` of some layers: fitted in float32, kept in ``dtype``."""
+        found = [LowRank.fit(part, rank).to(dtype) for part in parts]
+        return cls((torch.cat([f.left for f in found]),), torch.cat([f.right for f in found]))
 
     @property
     def _columns(self) -> list[slice]:

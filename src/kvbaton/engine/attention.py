@@ -106,10 +106,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall
         return _attend_causal(q, k, v, rows, call)
     out = torch.empty_like(q)
     for (start, end, slots), bias in zip(rows.blocks, rows.biases(call.window, q.dtype), strict=True):
+        block, keys, values = q[:, start:end], k[None, :, :slots], v[None, :, :slots]
+        if end - start == 1:
+            block = block.reshape(len(k), -1, q.shape[-1])  # a group's heads as rows: keys are read once
         sees_all = call.window is None and end - start == 1 and not rows.bottom_right
         out[:, start:end] = F.scaled_dot_product_attention(
-            q[None, :, start:end], k[None, :, :slots], v[None, :, :slots],
-            attn_mask=None if sees_all else bias, scale=call.scale, enable_gqa=True)[0]
+            block[None], keys, values, attn_mask=None if sees_all else bias, scale=call.scale,
+            enable_gqa=True)[0].view(len(q), -1, q.shape[-1])
     return out
 
 

@@ -20,7 +20,8 @@ class Learner:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvbaton-learn")
+        threads = max(1, torch.get_num_threads() // 2)  # the rest goes on decoding
+        self._pool = ThreadPoolExecutor(1, "kvbaton-learn", torch.set_num_threads, (threads,))
         self._seconds = 0.0
         self._problem: Exception | None = None
 

@@ -43,16 +43,19 @@ class Session:
 
     def __init__(self, engine: HFEngine, recipe: Recipe, memory: Memory | None = None,
                  budget_bytes: int | None = None, prefix_cache: bool = True, audit: float = 0.0) -> None:
-        if memory is not None and memory.corrector != recipe.corrector:
-            raise UsageError(f"the memory was learned by {memory.corrector}, recipe {recipe.name!r} "
-                             f"corrects with {recipe.corrector}")
         self.engine, self.recipe = engine, recipe
         self.memory = memory if memory is not None else Memory(recipe.corrector, engine.geometry, budget_bytes)
+        _same_corrector(self.memory, recipe)
         self._prefixes = PrefixCache() if prefix_cache else PrefixCache(budget_bytes=0)
         self._own: dict[str, RunStore] = {}
         self._learner = Learner()
         self._auditor = Auditor(engine, self.memory, audit)
         self._busy = threading.Lock()
+
+    def follow(self, recipe: Recipe) -> None:
+        """Go on with another recipe that uses what was learned. Raises UsageError if it corrects otherwise."""
+        _same_corrector(self.memory, recipe)
+        self.recipe = recipe
 
     def start_run(self) -> RunStore:
         """An empty store for the shared KV of one run; `RunStore.clear` frees it."""
@@ -246,3 +249,8 @@ class Session:
             learned_bytes=self.memory.nbytes, learn_s=learn_s,
             dense=plan.dense, logits=answer.logits, divergence=actual)
 
+
+def _same_corrector(memory: Memory, recipe: Recipe) -> None:
+    if memory.corrector != recipe.corrector:
+        raise UsageError(f"the memory was learned by {memory.corrector}, recipe {recipe.name!r} "
+                         f"corrects with {recipe.corrector}")

@@ -23,7 +23,7 @@ from kvbaton.plan import Action, Plan, Step
 from kvbaton.prompt import Prompt
 from kvbaton.recipes import Mask, PrivateText, Recipe
 from kvbaton.references import Keep
-from kvbaton.selectors.base import LayerView, Need, NoRows, ReusedRows, Selection
+from kvbaton.selectors.base import Compared, LayerView, Need, NoRows, ReusedRows, Selection
 
 
 @dataclass
@@ -196,14 +196,16 @@ class Splice(Watch):
         return torch.cat(parts)
 
     def _view(self, view: PackedPass) -> LayerView:
-        """What the selection sees: fresh against reused, for the active reused rows."""
-        assert view.fresh is not None
+        """What the selection sees of the active reused rows."""
         row = self._row_of[view.rows.positions]
         active = (row >= 0).nonzero()[:, 0]
-        rows = row[active]
-        fresh_k, fresh_v = (t[:, active] for t in view.fresh)
-        reused_k, reused_v = self._gather(rows)
-        return LayerView(rows, fresh_k, fresh_v, reused_k, reused_v,
+
+        def compare() -> Compared:
+            assert view.fresh is not None
+            fresh_k, fresh_v = (t[:, active] for t in view.fresh)
+            return Compared(fresh_k, fresh_v, *self._gather(row[active]))
+
+        return LayerView(row[active], compare,
                          attention=lambda queries: view.attention(queries)[self.reused_rows.positions])
 
     def _gather(self, rows: Tensor) -> LayerKV:

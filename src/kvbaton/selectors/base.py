@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,20 +56,26 @@ class ReusedRows:
         return torch.arange(len(self), device=self.positions.device)
 
 
-@dataclass(frozen=True)
-class LayerView:
-    """What a layer shows to a selection: A active reused rows, valid until the call returns.
+class Compared(NamedTuple):
+    """A rows computed afresh beside what is reused for them: ``[H, A, D]`` each, keys unrotated."""
 
-    ``rows`` ``[A]`` indices into `ReusedRows`; ``fresh_k``, ``fresh_v``, ``reused_k``, ``reused_v`` ``[H, A, D]`` with
-    unrotated keys; ``attention()`` ``[n]`` mass that the last ``queries`` prompt rows pay to every reused row in this
-    layer, summed over query heads (Need.QUERY_ATTENTION).
-    """
-
-    rows: Tensor
     fresh_k: Tensor
     fresh_v: Tensor
     reused_k: Tensor
     reused_v: Tensor
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What a layer shows to a selection: A active reused rows, valid until the call returns.
+
+    ``rows`` ``[A]`` indices into `ReusedRows`; ``compare()`` gathers their keys and values; ``attention()`` ``[n]``
+    mass that the last ``queries`` prompt rows pay to every reused row in this layer, summed over query heads
+    (Need.QUERY_ATTENTION). Both cost nothing until they are called.
+    """
+
+    rows: Tensor
+    compare: Callable[[], Compared]
     attention: Callable[[int], Tensor]
 
 

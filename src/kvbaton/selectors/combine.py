@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.errors import UsageError
-from kvbaton.selectors.base import Fixed, LayerView, Need, ReusedRows, Selection, Selector
+from kvbaton.selectors.base import Compared, Fixed, LayerView, Need, ReusedRows, Selection, Selector
 
 
 class Budgeted(Selector, Protocol):
@@ -109,6 +109,8 @@ class _Together:
 
 def _restrict(view: LayerView, own: Tensor, scope: Tensor) -> LayerView:
     """The view of a selection whose active rows are ``scope[own]``, in its own indices."""
-    at = torch.searchsorted(view.rows, scope[own])
-    return LayerView(own, view.fresh_k[:, at], view.fresh_v[:, at], view.reused_k[:, at], view.reused_v[:, at],
-                     lambda queries: view.attention(queries)[scope])
+    def compare() -> Compared:
+        at = torch.searchsorted(view.rows, scope[own])
+        return Compared(*(part[:, at] for part in view.compare()))
+
+    return LayerView(own, compare, lambda queries: view.attention(queries)[scope])

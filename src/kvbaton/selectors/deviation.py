@@ -23,7 +23,8 @@ class Measure(Enum):
 
     def distance(self, view: LayerView) -> Tensor:
         """``[A]`` distance of every active row from its reused KV."""
-        fresh, reused = (view.fresh_v, view.reused_v) if self is Measure.VALUE else (view.fresh_k, view.reused_k)
+        rows = view.compare()
+        fresh, reused = (rows.fresh_v, rows.reused_v) if self is Measure.VALUE else (rows.fresh_k, rows.reused_k)
         return (fresh.float() - reused.float()).square().sum(dim=(0, 2))
 
 

@@ -62,7 +62,8 @@ class Relay:
 
     def choose(self, view: LayerView) -> Tensor:
         """Chosen rows of a layer where every reused row is active."""
-        fresh, held = (x.float().transpose(0, 1).flatten(1) for x in (view.fresh_v, view.reused_v))
+        rows = view.compare()
+        fresh, held = (x.float().transpose(0, 1).flatten(1) for x in (rows.fresh_v, rows.reused_v))
         deviation = _over_mean(torch.relu(1.0 - torch.cosine_similarity(fresh, held, dim=1) - STORAGE_NOISE))
         influence = _over_mean(view.attention(self.queries).float())
         if self.share is not None:

@@ -27,11 +27,12 @@ from kvbaton.plan import make_plan, note_reuse
 from kvbaton.prompt import Edge
 from kvbaton.references import RunStore
 from kvbaton.rope import Rope
+from kvbaton.vllm import LOGGER
 from kvbaton.vllm.paging import PageCodec, Writer
 from kvbaton.vllm.planning import build_prompt
 from kvbaton.vllm.wire import Capture, Judge, Lane, LaneReport, Load, Source, StepOrders, StepReport, Teach, Verdict
 
-_LOG = logging.getLogger("kvbaton.vllm")
+_LOG = logging.getLogger(LOGGER)
 SAVE_EVERY_S = 30.0
 """A lane's learned state is saved when it has learned and the last time is so long ago; and at the end."""
 
