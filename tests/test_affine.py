@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs
+from kvbaton.correctors.fit import leading_basis
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -267,6 +268,20 @@ def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
     tilted[:, 1] += 1
     moved, _ = corrected(rule, state, replace(source, k=tilted), 7)
     assert torch.allclose(moved[:, 0], k[:, 0]) == (rule.heads is Heads.PER_HEAD)
+
+
+@pytest.mark.parametrize(("spread", "kept"), [(0.9, 0.9999), (1.0, 0.9)])
+def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept: float) -> None:
+    rng = torch.Generator().manual_seed(3)
+    turn = torch.linalg.qr(torch.randn(2, 128, 128, generator=rng, dtype=torch.float64)).Q
+    values = spread ** torch.arange(128).double() if spread < 1 else torch.rand(128, generator=rng).double()
+    moment = turn * values @ turn.mT
+    basis = leading_basis(moment, 8)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(8, dtype=torch.float64).expand(2, 8, 8))
+    explained = (basis.mT @ moment @ basis).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert bool((explained >= kept * values.topk(8).values.sum()).all())
+    assert torch.equal(leading_basis(moment, 8), basis)  # the same sums give the same map, anywhere
+    assert bool((leading_basis(torch.zeros_like(moment), 8).isfinite()).all())
 
 
 def test_texts_are_counted_once_and_shrink_the_offset() -> None:

@@ -18,6 +18,9 @@ from torch import Tensor
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
 
+SPARE_COLUMNS, ROUNDS = 8, 6
+"""Of the subspace iteration: columns beside the wanted ones, and products with the matrix."""
+
 
 @dataclass(frozen=True)
 class FittedMap:
@@ -84,6 +87,28 @@ def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tenso
     return scale, correlation, torch.linalg.cholesky(correlation + ridge)
 
 
+def leading_basis(moment: Tensor, rank: int) -> Tensor:
+    """Orthonormal columns ``[N, F, rank]`` that span the largest eigenvalues' eigenvectors of ``moment`` ``[N, F, F]``.
+
+    Subspace iteration with a few columns to spare; all eigenvectors of wide features would take most of the solving
+    time. Where eigenvalues lie close together the span may differ a little from the exact one: what is then lost is of
+    no account, because the directions taken instead explain almost as much.
+    """
+    features, columns = moment.shape[-1], rank + SPARE_COLUMNS
+    if 4 * columns > features:
+        return _leading_eigenvectors(moment, rank)
+    start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0), dtype=moment.dtype)
+    basis = start.to(moment.device).expand(*moment.shape[:-2], features, columns)
+    for _ in range(ROUNDS):
+        basis = torch.linalg.qr(moment @ basis).Q
+    return basis @ _leading_eigenvectors(basis.mT @ moment @ basis, rank)
+
+
+def _leading_eigenvectors(moment: Tensor, rank: int) -> Tensor:
+    vectors: Tensor = torch.linalg.eigh(moment).eigenvectors
+    return vectors[..., -rank:]
+
+
 def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype: torch.dtype) -> FittedMap:
     """Solve for the map of every block, in float64. ``dtype`` is that of the KV it will be applied to."""
     weight = sums.weight.double().clamp(min=1e-12)[:, None]
@@ -98,8 +123,7 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     slopes = torch.cholesky_solve(cross / scale[..., None], factor)
     down, up = None, slopes / scale[..., None]
     if rank is not None:
-        explained = slopes.mT @ correlation @ slopes
-        basis = torch.linalg.eigh(explained).eigenvectors[..., -rank:]
+        basis = leading_basis(slopes.mT @ correlation @ slopes, rank)
         down, up = up @ basis, basis.mT
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
     missing = (mean.double() - sums.mean())[:, None]
