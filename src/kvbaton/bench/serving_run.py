@@ -20,7 +20,8 @@ from kvbaton.errors import UsageError
 @dataclass(frozen=True)
 class Grid:
     """``trace`` at 1 team a second; every rate of ``qps`` plays it faster or slower. ``warm_up``: unmeasured teams a
-    method, one after another, from which it learns."""
+    method, one after another, from which it learns. ``group``: prefix of the sharing groups; an earlier run's, on a
+    server that is still up, goes on with what that one's methods have learned. None: new groups."""
 
     trace: Sequence[TeamShape]
     methods: Sequence[str]
@@ -29,6 +30,7 @@ class Grid:
     warm_up: int = 2
     seed: int = 0
     ttft_slo_s: float = 5.0
+    group: str | None = None
 
     @property
     def cells(self) -> int:
@@ -41,7 +43,7 @@ def measure(server: Server, grid: Grid, done: Container[tuple[str, str, int]] = 
 
     The order of methods turns by one with every repeat and rate, so that no method always runs first.
     """
-    run = f"{time.time():.0f}"
+    run = grid.group or f"bench-{time.time():.0f}"
     for method in grid.methods:
         _warm_up(server, grid, method, run)
     turn = 0
@@ -79,7 +81,7 @@ def _one(server: Server, grid: Grid, method: str, qps: float, name: str, run: st
 
 
 def _group(run: str, method: str) -> str:
-    return f"bench-{run}-{method}"
+    return f"{run}-{method}"
 
 
 def _metrics(server: Server) -> str:

@@ -36,6 +36,8 @@ def serving(
     ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", help="Seconds to a first token that count as good.")] = 5.0,
     vocabulary: Annotated[str, typer.Option(help="Range of token ids that texts are drawn from.")] = "100,30000",
     base_url: Annotated[str | None, typer.Option(help="A server that runs already: http://host:8000/v1.")] = None,
+    group: Annotated[str | None, typer.Option(
+        help="Prefix of the sharing groups. With --base-url: go on with what a run of that name learned.")] = None,
     port: Annotated[int, typer.Option(help="Port of the server that is started here.")] = 8311,
     seed: Annotated[int, typer.Option(help="Of arrivals and texts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Results file; default runs/serving-MODEL.jsonl.")] = None,
@@ -57,7 +59,7 @@ def serving(
         raise UsageError("--qps wants numbers and --vocabulary two whole numbers, separated by commas") from None
     shape = Shape(agents, shared, role, private, output)
     played = load(trace) if trace else generate(shape, teams, 1.0, arrivals, seed)
-    grid = Grid(played, methods.split(","), rates, repeats, warm_up, seed, ttft_slo_s)
+    grid = Grid(played, methods.split(","), rates, repeats, warm_up, seed, ttft_slo_s, group)
     url = base_url or f"http://127.0.0.1:{port}/v1"
     out = out or Path("runs") / f"serving-{Path(model).name}.jsonl"
     identity = {"kind": "analyze", "what": "serving", "title": f"serving, {model}", "model": model, "seed": seed,

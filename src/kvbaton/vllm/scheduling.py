@@ -14,7 +14,7 @@ from typing import Any
 from kvbaton.errors import KVBatonError
 from kvbaton.kv import Geometry
 from kvbaton.prompt import Span
-from kvbaton.vllm import planning
+from kvbaton.vllm import LOGGER, planning
 from kvbaton.vllm.hop import Hop, find_content, find_marked, role_of
 from kvbaton.vllm.leaving import Leavings
 from kvbaton.vllm.options import PARAMS_KEY, RequestOptions, ServerOptions
@@ -23,7 +23,7 @@ from kvbaton.vllm.salting import salt_request
 from kvbaton.vllm.texts import TextBooks
 from kvbaton.vllm.wire import Judge, Lane, LaneReport, Load, StepOrders, StepReport, Verdict
 
-_LOG = logging.getLogger("kvbaton.vllm")
+_LOG = logging.getLogger(LOGGER)
 _ENDED_WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
 BlockTable = Callable[[str], Sequence[int]]
