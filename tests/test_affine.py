@@ -226,7 +226,7 @@ def test_saved_and_loaded_gives_an_equal_state() -> None:
     assert not rule.can_correct(fresh, source)
 
 
-@pytest.mark.parametrize("name", ["sums.gram", "sums.centre", "map.up", "map.down", "lens.whiten", "texts.count",
+@pytest.mark.parametrize("name", ["sums.gram", "sums.centre", "map.lift", "map.down", "lens.whiten", "texts.count",
                                   "record"])
 @pytest.mark.parametrize("harm", ["missing", "shape", "nan"])
 def test_a_broken_store_is_refused(name: str, harm: str) -> None:

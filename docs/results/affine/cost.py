@@ -30,6 +30,8 @@ from kvbaton.recipes import recipe
 
 LESSONS = 3
 ANSWER = 32
+PRIVATE = 100
+"""Own tokens behind the shared text."""
 
 
 class Bench:
@@ -49,7 +51,7 @@ class Bench:
         """A source hop and the reader's hop behind it."""
         store, text = session.start_run(), self.text(seed)
         for reader, head in (("source", 60), ("reader", 80)):
-            own = tuple(range(1000, 1000 + head)), tuple(range(2000, 2020))
+            own = tuple(range(1000, 1000 + head)), tuple(range(2000, 2000 + PRIVATE))
             hop = session.hop(Prompt(reader, (Segment(own[0]), text, Segment(own[1]))), Generate(answer), store)
         return hop
 

@@ -77,8 +77,7 @@ class Affine:
             k, v = source.k[at], source.v[at]
             if at == 0:
                 return k, v
-            dk, dv = blocks.unpack(found.offset(blocks.rows(at), blocks.pack(k, v), g))
-            return k + dk, v + dv
+            return blocks.unpack(found.correct_(blocks.rows(at), blocks.pack(k, v), g))
 
         return layer
 

@@ -96,8 +96,8 @@ class AffineState:
             size = to_v.float().square().sum().clamp(min=1e-30)
             offset += float(self._value_energy(dy) / size)
             if self.map is not None:
-                dy -= self.map_on(x.device).offset(self.blocks.rows(layer), x, g).float()
-                error += float(self._value_energy(dy) / size)
+                corrected = self.map_on(x.device).correct_(self.blocks.rows(layer), x, g)
+                error += float(self._value_energy(self.blocks.pack(to_k, to_v).float() - corrected.float()) / size)
         layers = self.blocks.layers
         self.record.learned_from(offset / layers, error / layers if self.map else None, self.novelty(source))
         self.sums = sums

@@ -26,35 +26,45 @@ SPARE_COLUMNS, ROUNDS = 8, 6
 class FittedMap:
     """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
 
-    ``mean`` and ``shift`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``up`` ``[N, R or F, F]``.
+    ``mean`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``lift`` ``[N, R + 1, F]`` (F + 1 at full rank): U
+    with the offset as its last row, so that one product adds both.
     """
 
     mean: Tensor
-    shift: Tensor
     down: Tensor | None
-    up: Tensor
+    lift: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, shift: Tensor, down: Tensor | None, up: Tensor) -> FittedMap:
+        """From the parts of the equation: ``shift`` ``[N, F]``, ``up`` ``[N, R or F, F]``."""
+        return cls(mean, down, torch.cat((up, shift[:, None]), 1))
+
+    @property
+    def shift(self) -> Tensor:
+        return self.lift[:, -1]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.to_tensors().values())
 
-    def offset(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
-        """What to add to rows ``x`` ``[B, T, F]`` of some ``blocks``: g times the map, ``decay`` g ``[T, 1]``.
+    def correct_(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
+        """Add g times the map, ``decay`` g ``[T, 1]``, to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
 
-        Overwrites ``x``. It is centred before the product because a key's bias can be a hundred times its spread,
-        which a half-precision product would round away.
+        They are centred before the product because a key's bias can be a hundred times its spread, which a
+        half-precision product would round away.
         """
-        x -= self.mean[blocks, None]
+        inner = x - self.mean[blocks, None]
         if self.down is not None:
-            x = x @ self.down[blocks]
-        return torch.baddbmm(self.shift[blocks, None], x, self.up[blocks]).mul_(decay)
+            inner = inner @ self.down[blocks]
+        inner = torch.cat((inner.mul_(decay), decay.expand(len(x), -1, 1)), -1)
+        return x.baddbmm_(inner, self.lift[blocks])
 
     def to(self, device: torch.device) -> FittedMap:
         down = None if self.down is None else self.down.to(device)
-        return FittedMap(self.mean.to(device), self.shift.to(device), down, self.up.to(device))
+        return FittedMap(self.mean.to(device), down, self.lift.to(device))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        parts = {"map.mean": self.mean, "map.shift": self.shift, "map.up": self.up}
+        parts = {"map.mean": self.mean, "map.lift": self.lift}
         return parts if self.down is None else {**parts, "map.down": self.down}
 
     @classmethod
@@ -62,7 +72,7 @@ class FittedMap:
                      dtype: torch.dtype) -> FittedMap:
         """Raises StoreError where a part is missing, of another shape or type, or not finite."""
         inner = features if rank is None else rank
-        shapes = {"mean": (blocks, features), "shift": (blocks, features), "up": (blocks, inner, features)}
+        shapes = {"mean": (blocks, features), "lift": (blocks, inner + 1, features)}
         if rank is not None:
             shapes["down"] = (blocks, features, rank)
         parts = {}
@@ -71,7 +81,7 @@ class FittedMap:
             if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
                 raise StoreError(f"affine state: map.{name} must be finite {dtype} of shape {shape}")
             parts[name] = found.clone()
-        return cls(parts["mean"], parts["shift"], parts.get("down"), parts["up"])
+        return cls(parts["mean"], parts.get("down"), parts["lift"])
 
 
 def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +127,7 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     shift = shrink * mean_y
     if rank == 0:
         empty = mean.new_zeros(*mean.shape, 0)
-        return FittedMap(mean, shift.to(dtype), empty, empty.mT)
+        return FittedMap.of(mean, shift.to(dtype), empty, empty.mT)
     scale, correlation, factor = correlations(sums, ridge_tokens)
     cross = sums.cross.double() / weight[..., None] - mean_x[:, :, None] * mean_y[:, None, :]
     slopes = torch.cholesky_solve(cross / scale[..., None], factor)
@@ -128,4 +138,4 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
     missing = (mean.double() - sums.mean())[:, None]
     shift = shift + (missing @ up if down is None else missing @ down @ up)[:, 0]
-    return FittedMap(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype).contiguous())
+    return FittedMap.of(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype))
