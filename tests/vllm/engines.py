@@ -110,10 +110,15 @@ class Engine:
 
     def settle(self) -> None:
         """Finish what is left over from requests that ended: captures, freed blocks, learning."""
+        def drain(_: Any) -> None:  # local, so that it is sent whole: workers cannot import this module
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            get_kv_transfer_group().worker.drain()
+
         for _ in range(3):
             self.llm.llm_engine.step()
         if self.scheduler.connector is not None:
-            self.worker.drain()
+            self.llm.collective_rpc(drain)
 
     def play(self, scenario: Scenario, group: str = "g") -> list[list[Served]]:
         """Play a scenario hop by hop; the answers are noted in it. The last token has no KV and is left out."""

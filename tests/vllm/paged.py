@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbaton.engine.hf import Watch
 from kvbaton.vllm.options import ServerOptions
-from kvbaton.vllm.paging import PageCodec, slots_of
+from kvbaton.vllm.paging import PageCodec, Rows, slots_of
 from kvbaton.vllm.scheduling import SchedulerRole
 from kvbaton.vllm.working import PagedCache, WorkerRole
 from tiny import engine as tiny_engine
@@ -175,8 +175,9 @@ class PagedServer:
         at, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         cache = self.engine.new_cache(end)
         slots = torch.tensor(slots_of(request.table, 0, end, self.block_size))
+        held = Rows.at(slots[:at], self.block_size)
         for layer, pages in enumerate(self.worker.layers):
-            cache.k[layer][:, :at], cache.v[layer][:, :at] = pages.read(slots[:at])
+            cache.k[layer][:, :at], cache.v[layer][:, :at] = pages.read(held)
         ids = self.engine.tensor(tuple(request.all_token_ids[at:end]))
         _, hidden = self.engine.forward(cache, ids, self.engine.rows(at, end), Watch())
         for layer, pages in enumerate(self.worker.layers):

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.bench.serving import Cell, HopTimes, Server, TeamTimes, Texts, gauge, play, summarise
+from kvbaton.bench.serving import Cell, HopTimes, Server, TeamTimes, gauge, play, summarise
 from kvbaton.bench.serving_run import Grid, measure
+from kvbaton.bench.serving_texts import Passages, RandomIds, Texts, passages_of, tokenise
 from kvbaton.bench.serving_trace import Shape, arrivals, faster, generate, load, save
-from kvbaton.errors import DataError, UsageError
+from kvbaton.errors import DataError, UnknownName, UsageError
 
 SHAPE = Shape(agents=3, shared=20, role=5, private=4, output=3)
 
@@ -57,7 +58,7 @@ def test_bad_shapes_and_rates_are_refused() -> None:
 
 def test_prompts_share_what_they_should_and_nothing_else() -> None:
     trace = generate(SHAPE, 2, 1.0, "fixed", 0)
-    texts, other = Texts((10, 99), 0, "cell 1"), Texts((10, 99), 0, "cell 2")
+    texts, other = Texts(RandomIds(10, 99), 0, "cell 1"), Texts(RandomIds(10, 99), 0, "cell 2")
     cell = Cell("hybrid", trace, "cell 1", "g")
     first, wish = cell.request(texts, 0, 0, trace[0].hops[0], [])
     second, marks = cell.request(texts, 0, 1, trace[0].hops[1], [[7, 8, 9]])
@@ -70,6 +71,20 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
     assert elsewhere[:5] == first[:5], "role prompts stay, so that what was learned holds"
     assert elsewhere[5:] != first[5:]
     assert Cell("dense", trace, "c", "g").request(texts, 0, 0, trace[0].hops[0], [])[1] is None
+
+
+def test_texts_are_passages_in_the_servers_own_tokens(stub, tmp_path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "one", "answer": "2"}\n{"question": "three", "answer": "4"}\n')
+    found = passages_of("gsm8k", tmp_path)
+    assert found == ["one\n2", "three\n4"]
+    source = tokenise(f"http://127.0.0.1:{stub.server_port}/v1", "m", found)
+    assert source == Passages([[*b"one\n2\n\n"], [*b"three\n4\n\n"]])
+    texts = Texts(source, 0, "cell")
+    assert texts.new("a", 20) == texts.new("a", 20)
+    assert len(texts.new("a", 20)) == 20
+    assert set(texts.new("a", 20)) <= {*b"one\n2three4"}
+    with pytest.raises(UnknownName):
+        passages_of("gsm", tmp_path)
 
 
 def test_numbers_of_a_cell() -> None:
@@ -126,6 +141,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self._send(json.dumps({"tokens": [*asked["prompt"].encode()]}), "application/json")
+            return
         self.server.asked.append((time.perf_counter(), asked))
         if "kv_transfer_params" in asked:
             self.server.moved += 10 * self.server.moves
@@ -163,7 +181,7 @@ def stub(request):
 
 
 def target(stub: Stub) -> Server:
-    return Server(f"http://127.0.0.1:{stub.server_port}/v1", "m", (10, 99))
+    return Server(f"http://127.0.0.1:{stub.server_port}/v1", "m", RandomIds(10, 99))
 
 
 def test_a_hop_waits_for_the_answer_before_it(stub) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbaton.errors import Unsupported
-from kvbaton.vllm.paging import PageCodec, Writer, blocks_of, slots_of
+from kvbaton.vllm.paging import PageCodec, Rows, Writer, blocks_of, slots_of
 
 
 def permuted_writer(k_at: Tensor, v_at: Tensor) -> Writer:
@@ -38,16 +38,17 @@ def layout(size: int, dim: int, seed: int | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_reads_back_what_a_backend_wrote(dtype, heads, seed) -> None:
+@pytest.mark.parametrize("slots", [[70, 3, 4, 159, 64], slots_of([3, 1, 4, 0], 13, 103, 32), [9]])
+def test_reads_back_what_a_backend_wrote(dtype, heads, seed, slots) -> None:
     size, dim = 32, 16
     write = permuted_writer(*layout(size, dim, seed))
     cache = torch.zeros(5, heads, size, 2 * dim, dtype=dtype)
     codec = PageCodec.learn(write, cache)
     assert not cache.any(), "learning must not touch the cache"
-    slots = torch.tensor([70, 3, 4, 159, 64])
+    slots = torch.tensor(slots)
     key, value = torch.randn(2, len(slots), heads, dim).to(dtype)
     write(key, value, cache, slots)
-    k, v = codec.read(cache, slots)
+    k, v = codec.read(cache, Rows.at(slots, size))
     assert torch.equal(k, key.transpose(0, 1))
     assert torch.equal(v, value.transpose(0, 1))
 
@@ -60,7 +61,7 @@ def test_reads_a_cache_with_another_memory_order() -> None:
     codec = PageCodec.learn(write, cache)
     key, value = torch.randn(2, 1, heads, dim)
     write(key, value, cache, torch.tensor([40]))
-    assert torch.equal(codec.read(cache, torch.tensor([40]))[1], value.transpose(0, 1))
+    assert torch.equal(codec.read(cache, Rows.at(torch.tensor([40]), size))[1], value.transpose(0, 1))
 
 
 def test_a_writer_that_changes_values_is_refused() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvbaton.bench.serving_texts import RandomIds, Source, Texts
 from kvbaton.bench.serving_trace import HopShape, TeamShape
 from kvbaton.bench.stats import quantile
 from kvbaton.errors import MissingExtra, UsageError
@@ -29,11 +29,11 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Server:
-    """A server under test. ``vocabulary``: half-open range of token ids that texts are drawn from."""
+    """A server under test, and where the texts that it is asked about come from."""
 
     base_url: str
     model: str
-    vocabulary: tuple[int, int] = (100, 30000)
+    source: Source = field(default_factory=RandomIds)
     timeout_s: float = 900.0
 
 
@@ -72,26 +72,6 @@ class TeamTimes:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Random token ids: role prompts are the agents' own and the same in every cell of a ``seed``, all else is new."""
-
-    vocabulary: tuple[int, int]
-    seed: int
-    cell: str
-
-    def role(self, agent: int, tokens: int) -> list[int]:
-        return self._draw(f"{self.seed} role {agent}", tokens)
-
-    def new(self, what: str, tokens: int) -> list[int]:
-        """The same ids for the same ``what`` of this cell."""
-        return self._draw(f"{self.seed} {self.cell} {what}", tokens)
-
-    def _draw(self, key: str, tokens: int) -> list[int]:
-        rng = random.Random(key)
-        return [rng.randrange(*self.vocabulary) for _ in range(tokens)]
-
-
-@dataclass(frozen=True)
 class Cell:
     """One method under one trace. Cells of one ``group`` share what was learned; their texts differ by ``name``."""
 
@@ -121,7 +101,7 @@ async def play(server: Server, cell: Cell, seed: int) -> list[TeamTimes]:
         import httpx
     except ImportError:
         raise MissingExtra("httpx", "pip install 'kvbaton[serve]'") from None
-    texts = Texts(server.vocabulary, seed, cell.name)
+    texts = Texts(server.source, seed, cell.name)
     limits = httpx.Limits(max_connections=None)
     try:
         async with httpx.AsyncClient(base_url=server.base_url, timeout=server.timeout_s, limits=limits) as client:

@@ -34,7 +34,11 @@ def serving(
     repeats: Annotated[int, typer.Option(help="Repeats of every cell.", min=1)] = 1,
     warm_up: Annotated[int, typer.Option(help="Unmeasured teams a method, from which it learns.")] = 3,
     ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", help="Seconds to a first token that count as good.")] = 5.0,
-    vocabulary: Annotated[str, typer.Option(help="Range of token ids that texts are drawn from.")] = "100,30000",
+    texts: Annotated[str, typer.Option(
+        help="gsm8k or hotpotqa: passages of that data set. random: ids, which gates that look at text send dense.")] =
+        "random",
+    data: Annotated[Path | None, typer.Option(help="Folder with the data set, instead of its package.")] = None,
+    vocabulary: Annotated[str, typer.Option(help="Range of ids for --texts random.")] = "100,30000",
     base_url: Annotated[str | None, typer.Option(help="A server that runs already: http://host:8000/v1.")] = None,
     group: Annotated[str | None, typer.Option(
         help="Prefix of the sharing groups. With --base-url: go on with what a run of that name learned.")] = None,
@@ -46,37 +50,55 @@ def serving(
 ) -> None:
     """TTFT, task latency and goodput of agent teams over arrival rates; methods interleaved on one server."""
     from kvbaton.bench.conditions import conditions
-    from kvbaton.bench.result import Journal, read
+    from kvbaton.bench.result import Journal
     from kvbaton.bench.serving import Server
     from kvbaton.bench.serving_run import Grid, measure, started
+    from kvbaton.bench.serving_texts import RandomIds, passages_of, tokenise
     from kvbaton.bench.serving_trace import Shape, generate, load
-    from kvbaton.errors import UsageError
 
-    try:
-        rates = [float(part) for part in qps.split(",")]
-        low, high = (int(part) for part in vocabulary.split(","))
-    except ValueError:
-        raise UsageError("--qps wants numbers and --vocabulary two whole numbers, separated by commas") from None
+    low, high = _numbers("--vocabulary", vocabulary, 2)
     shape = Shape(agents, shared, role, private, output)
     played = load(trace) if trace else generate(shape, teams, 1.0, arrivals, seed)
-    grid = Grid(played, methods.split(","), rates, repeats, warm_up, seed, ttft_slo_s, group)
+    grid = Grid(played, methods.split(","), _numbers("--qps", qps), repeats, warm_up, seed, ttft_slo_s, group)
+    passages = None if texts == "random" else passages_of(texts, data)
     url = base_url or f"http://127.0.0.1:{port}/v1"
     out = out or Path("runs") / f"serving-{Path(model).name}.jsonl"
     identity = {"kind": "analyze", "what": "serving", "title": f"serving, {model}", "model": model, "seed": seed,
-                "trace": trace.name if trace else f"{shape}, {arrivals}", "warm_up": warm_up, "ttft_slo_s": ttft_slo_s,
-                "note": "Seconds on the client's clock, queueing included. Dependent hops. dense: vLLM with its prefix "
-                        "cache."}
+                "trace": trace.name if trace else f"{shape}, {arrivals}", "texts": texts, "warm_up": warm_up,
+                "ttft_slo_s": ttft_slo_s,
+                "note": "Seconds on the client's clock, queueing included. dense: vLLM with its prefix cache."}
     made = {**conditions(), "n": len(played), "repeats": repeats}
     command = [sys.executable, "-c", "from kvbaton.cli import main; main()", "serve", model, "--port", str(port),
                *(serve or ())]
     with (nullcontext() if base_url else started(command, url), Journal.open(out, identity, made) as journal,
           StepDisplay("bench serving") as step):
         step(0, grid.cells, "warming up")
-        for i, record in enumerate(measure(Server(url, model, (low, high)), grid, journal.done), 1):
+        source = RandomIds(int(low), int(high)) if passages is None else tokenise(url, model, passages)
+        for i, record in enumerate(measure(Server(url, model, source), grid, journal.done), 1):
             journal.append(record)
             step(i, grid.cells, f"{record['question']}, {record['method']}")
-    records = read(out).records
+    _show(model, out, json)
+
+
+def _numbers(option: str, text: str, count: int | None = None) -> list[float]:
+    """Numbers separated by commas. Raises UsageError, also if there are not ``count`` of them."""
+    from kvbaton.errors import UsageError
+
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(found) != (count or len(found)):
+        raise UsageError(f"{option} wants {count or 'some'} numbers, separated by commas, got {text!r}")
+    return found
+
+
+def _show(model: str, out: Path, json: bool) -> None:
+    """Print the results file."""
+    from kvbaton.bench.result import read
+
+    run = read(out)
     rows = [[r["question"], r["method"], *(f"{r[c]:.4g}" if isinstance(r.get(c), float) else str(r.get(c, "-"))
-                                           for c in _SHOWN)] for r in records]
-    emit({"file": str(out), "identity": identity, "conditions": made, "records": list(records)}, json,
+                                           for c in _SHOWN)] for r in run.records]
+    emit({"file": str(out), "identity": run.identity, "conditions": run.conditions, "records": list(run.records)}, json,
          lambda: table(f"bench serving, {model}", ["rate", "method", *_SHOWN], rows, right=_SHOWN, caption=str(out)))

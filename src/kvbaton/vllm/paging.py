@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,26 @@ def slots_of(block_ids: Sequence[int], start: int, end: int, block_size: int) ->
 def blocks_of(block_ids: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
     """Blocks that hold any of the positions ``[start, end)``."""
     return list(block_ids[start // block_size:-(-end // block_size)]) if end > start else []
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a paged cache, found once for all layers: ``blocks`` int64 ``[b]``, ``index`` int64 ``[T]`` of each row
+    among the rows of these blocks, one block behind the other. ``run``: the same as a slice, if they follow each other.
+    """
+
+    blocks: Tensor
+    index: Tensor
+    run: slice | None
+
+    @classmethod
+    def at(cls, slots: Tensor, block_size: int) -> Rows:
+        """The rows at ``slots`` int64 ``[T]``, in their order."""
+        blocks, number = torch.unique_consecutive(slots // block_size, return_inverse=True)
+        index = number * block_size + slots % block_size
+        first = int(index[0]) if len(index) else 0
+        follow = torch.equal(index, torch.arange(first, first + len(index), device=index.device))
+        return cls(blocks, index, slice(first, first + len(index)) if follow else None)
 
 
 @dataclass(frozen=True)
@@ -55,13 +76,43 @@ class PageCodec:
     def block_size(self) -> int:
         return self.k_at.shape[0]
 
-    def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[H, T, D]`` at ``slots`` int64 ``[T]``, in the order of the slots, as new tensors."""
-        blocks, rows = torch.unique(slots // self.block_size, return_inverse=True)
-        offsets = slots % self.block_size
-        pages = cache[blocks].flatten(2)
-        k, v = (pages[rows[:, None], :, at[offsets]].permute(2, 0, 1).contiguous() for at in (self.k_at, self.v_at))
+    @cached_property
+    def _views(self) -> tuple[_View | None, _View | None]:
+        return _View.of(self.k_at), _View.of(self.v_at)
+
+    def read(self, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[H, T, D]`` at ``rows``, in their order, in memory of their own."""
+        pages = cache[rows.blocks].flatten(2)
+        k, v = (_rows(pages, at, view, rows) for at, view in zip((self.k_at, self.v_at), self._views, strict=True))
         return k, v
+
+
+@dataclass(frozen=True)
+class _View:
+    """Part of a page whose element (token, dim) lies at ``start + token * along + dim * across``: no gather needed."""
+
+    start: int
+    along: int
+    across: int
+
+    @classmethod
+    def of(cls, at: Tensor) -> _View | None:
+        """The view that ``at`` ``[block_size, D]`` describes, if it is one."""
+        steps = [int(line[1] - line[0]) if len(line) > 1 else 1 for line in (at[:, 0], at[0])]
+        view = cls(int(at[0, 0]), *steps)
+        size, dim = (torch.arange(n, device=at.device) for n in at.shape)
+        return view if torch.equal(at, view.start + size[:, None] * view.along + dim * view.across) else None
+
+
+def _rows(pages: Tensor, at: Tensor, view: _View | None, rows: Rows) -> Tensor:
+    """Rows ``[H, T, D]`` of the part of ``pages`` ``[b, H, page]`` whose elements lie at ``at``."""
+    if view is None:
+        size = at.shape[0]
+        return pages[(rows.index // size)[:, None], :, at[rows.index % size]].permute(2, 0, 1).contiguous()
+    blocks, heads, page = pages.shape
+    whole = pages.as_strided((heads, blocks, *at.shape), (page, heads * page, view.along, view.across), view.start)
+    flat = whole.reshape(heads, -1, at.shape[1])
+    return flat.index_select(1, rows.index) if rows.run is None else flat[:, rows.run]
 
 
 def _learn_part(write: Writer, cache: Tensor, which: str, heads: int, size: int, dim: int) -> Tensor:

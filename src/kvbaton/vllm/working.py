@@ -28,7 +28,7 @@ from kvbaton.prompt import Edge
 from kvbaton.references import RunStore
 from kvbaton.rope import Rope
 from kvbaton.vllm import LOGGER
-from kvbaton.vllm.paging import PageCodec, Writer
+from kvbaton.vllm.paging import PageCodec, Rows, Writer
 from kvbaton.vllm.planning import build_prompt
 from kvbaton.vllm.wire import Capture, Judge, Lane, LaneReport, Load, Source, StepOrders, StepReport, Teach, Verdict
 
@@ -48,9 +48,9 @@ class PagedCache:
     write_rows: Writer
     codec: PageCodec
 
-    def read(self, slots: Tensor) -> LayerKV:
+    def read(self, rows: Rows) -> LayerKV:
         """Rotated keys and values ``[H, T, D]``."""
-        return self.codec.read(self.tensor, slots)
+        return self.codec.read(self.tensor, rows)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write rotated keys and values ``[H, T, D]``."""
@@ -160,9 +160,10 @@ class WorkerRole:
     def _read(self, slots: Sequence[int], start: int, source: str, exact: bool) -> KV:
         """Rows at ``slots`` as unrotated KV; the first one stands at position ``start``."""
         at, positions = self._at(slots), self._positions(start, len(slots))
+        rows = Rows.at(at, self.layers[0].codec.block_size)
         k, v = self.geometry.empty(len(slots), at.device), self.geometry.empty(len(slots), at.device)
         for layer, cache in enumerate(self.layers):
-            rotated, v[layer] = cache.read(at)
+            rotated, v[layer] = cache.read(rows)
             k[layer] = self.rope.unrotate(rotated, *self.rope.angles(positions, layer))
         return KV(k, v, start, source, exact)
 
