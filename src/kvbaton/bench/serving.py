@@ -83,13 +83,13 @@ class Cell:
     def request(self, texts: Texts, team: int, number: int, hop: HopShape,
                 answers: Sequence[list[int]]) -> tuple[list[int], dict[str, Any] | None]:
         """Prompt ids and KVBaton parameters of one hop."""
-        ids, spans = texts.role(number, hop.role), []
+        ids, spans = texts.own(number, "in front", hop.role), []
         parts = [("text", texts.new(f"shared {team}", self.trace[team].shared)),
                  *((f"agent {i}", answer) for i, answer in enumerate(answers))]
         for share, part in parts:
             spans.append([len(ids), len(ids) + len(part), share])
             ids = ids + part
-        ids = ids + texts.new(f"private {team} {number}", hop.private)
+        ids = ids + texts.own(number, "behind", hop.private)
         if self.method == BASELINE:
             return ids, None
         return ids, {"group": self.group, "method": self.method, "agent": f"agent {number}", "spans": spans}

