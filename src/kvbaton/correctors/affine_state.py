@@ -87,7 +87,7 @@ class AffineState:
         g = row_decay(target.start, rows, self.rule.decay, source.k.dtype)
         error = offset = 0.0
         for layer in range(1, self.blocks.geometry.layers):
-            k, v, to_k, to_v = (side[layer][:, rows] for side in (source.k, source.v, target.k, target.v))
+            k, v, to_k, to_v = (side[layer].index_select(1, rows) for side in (source.k, source.v, target.k, target.v))
             x = self.blocks.pack(k, v)
             dy = self.blocks.pack(to_k.float() - k.float(), to_v.float() - v.float())
             if first:

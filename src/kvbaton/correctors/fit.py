@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
 
-SPARE_COLUMNS, ROUNDS = 8, 6
+SPARE_COLUMNS, ROUNDS = 8, 4
 """Of the subspace iteration: columns beside the wanted ones, and products with the matrix."""
 
 
@@ -88,30 +88,33 @@ def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tenso
     """Scale s ``[N, F]``, correlation R and its ridged Cholesky factor ``[N, F, F]``, float64."""
     weight = sums.weight.double().clamp(min=1e-12)
     mean = sums.inputs.double() / weight[:, None]
-    spread = sums.gram.double() / weight[:, None, None] - mean[:, :, None] * mean[:, None, :]
+    spread = sums.gram.double().div_(weight[:, None, None]).sub_(mean[:, :, None] * mean[:, None, :])
     variance = spread.diagonal(dim1=-2, dim2=-1).clamp(min=0)
     scale = (variance + 1e-6 * variance.mean(-1, keepdim=True) + 1e-12).sqrt()
-    correlation = spread / (scale[:, :, None] * scale[:, None, :])
-    ridge = (ridge_tokens / weight)[:, None, None] * torch.eye(spread.shape[-1], dtype=torch.float64,
-                                                              device=spread.device)
-    return scale, correlation, torch.linalg.cholesky(correlation + ridge)
+    correlation = spread.div_(scale[:, :, None]).div_(scale[:, None, :])
+    ridged = correlation.clone()
+    ridged.diagonal(dim1=-2, dim2=-1).add_((ridge_tokens / weight)[:, None])
+    return scale, correlation, torch.linalg.cholesky(ridged)
 
 
-def leading_basis(moment: Tensor, rank: int) -> Tensor:
-    """Orthonormal columns ``[N, F, rank]`` that span the largest eigenvalues' eigenvectors of ``moment`` ``[N, F, F]``.
+def leading_basis(slopes: Tensor, correlation: Tensor, rank: int) -> Tensor:
+    """Orthonormal columns ``[N, F, rank]``: the directions of the targets that ``slopes`` explain most of.
 
-    Subspace iteration with a few columns to spare; all eigenvectors of wide features would take most of the solving
-    time. Where eigenvalues lie close together the span may differ a little from the exact one: what is then lost is of
-    no account, because the directions taken instead explain almost as much.
+    They span the eigenvectors of B^T R B (B ``slopes``, R ``correlation``, both ``[N, F, F]``) with the largest
+    eigenvalues. Wide features go by subspace iteration in float32, with a few columns to spare, because all their
+    eigenvectors would take most of the solving time. Where eigenvalues lie close together the span differs a little
+    from the exact one: little is lost by that, because the directions taken instead explain almost as much.
     """
-    features, columns = moment.shape[-1], rank + SPARE_COLUMNS
+    features, columns = slopes.shape[-1], rank + SPARE_COLUMNS
     if 4 * columns > features:
-        return _leading_eigenvectors(moment, rank)
-    start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0), dtype=moment.dtype)
+        return _leading_eigenvectors(slopes.mT @ correlation @ slopes, rank)
+    half = slopes.float()
+    moment = half.mT @ correlation.float() @ half
+    start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0))
     basis = start.to(moment.device).expand(*moment.shape[:-2], features, columns)
     for _ in range(ROUNDS):
         basis = torch.linalg.qr(moment @ basis).Q
-    return basis @ _leading_eigenvectors(basis.mT @ moment @ basis, rank)
+    return (basis @ _leading_eigenvectors(basis.mT @ moment @ basis, rank)).to(slopes.dtype)
 
 
 def _leading_eigenvectors(moment: Tensor, rank: int) -> Tensor:
@@ -133,7 +136,7 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     slopes = torch.cholesky_solve(cross / scale[..., None], factor)
     down, up = None, slopes / scale[..., None]
     if rank is not None:
-        basis = leading_basis(slopes.mT @ correlation @ slopes, rank)
+        basis = leading_basis(slopes, correlation, rank)
         down, up = up @ basis, basis.mT
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
     missing = (mean.double() - sums.mean())[:, None]
