@@ -17,6 +17,7 @@ from collections import defaultdict
 
 import torch
 
+from kvbaton.bench.cast import branch
 from kvbaton.bench.conditions import conditions
 from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.affine_state import AffineState
@@ -27,6 +28,7 @@ from kvbaton.engine.session import Session
 from kvbaton.kv import KV, Geometry
 from kvbaton.prompt import Prompt, Segment
 from kvbaton.recipes import recipe
+from kvbaton.references import RunStore
 
 LESSONS = 3
 ANSWER = 32
@@ -40,6 +42,8 @@ class Bench:
     def __init__(self, engine_name: str, dtype: str, tokens: int, methods: list[str]) -> None:
         self.engine, self.tokens = load(engine_name, dtype=dtype), tokens
         self.sessions = {name: Session(self.engine, recipe(name)) for name in methods}
+        self._writer = Session(self.engine, recipe("full-shared"))
+        self._held: dict[int, RunStore] = {}
         self.learn_s: list[float] = []
         self.learn_hop_s: list[float] = []
 
@@ -47,17 +51,23 @@ class Bench:
         words = random.Random(seed)
         return Segment(tuple(words.randrange(100, 40000) for _ in range(self.tokens)), "text")
 
+    def prompt(self, reader: str, head: int, seed: int) -> Prompt:
+        own = tuple(range(1000, 1000 + head)), tuple(range(2000, 2000 + PRIVATE))
+        return Prompt(reader, (Segment(own[0]), self.text(seed), Segment(own[1])))
+
     def run(self, session: Session, seed: int, answer: int = 1) -> HopResult:
-        """A source hop and the reader's hop behind it."""
-        store, text = session.start_run(), self.text(seed)
-        for reader, head in (("source", 60), ("reader", 80)):
-            own = tuple(range(1000, 1000 + head)), tuple(range(2000, 2000 + PRIVATE))
-            hop = session.hop(Prompt(reader, (Segment(own[0]), text, Segment(own[1]))), Generate(answer), store)
-        return hop
+        """The reader's hop behind a source hop, which is the same for every method and done once."""
+        if seed not in self._held:
+            self._held = {seed: self._writer.start_run()}
+            self._writer.hop(self.prompt("source", 60, seed), Generate(1), self._held[seed])
+        prompt = self.prompt("reader", 80, seed)
+        return session.hop(prompt, Generate(answer), branch(self._held[seed], prompt))
 
     def teach(self) -> None:
-        for name, session in self.sessions.items():
-            for seed in range(LESSONS if session.recipe.corrector.learns else 1):
+        for seed in range(LESSONS):
+            for name, session in self.sessions.items():
+                if seed and not session.recipe.corrector.learns:
+                    continue
                 hop = self.run(session, seed, ANSWER if name == "affine" else 1)
                 if name == "affine" and hop.dense:
                     self.learn_s.append(hop.learn_s)
