@@ -236,8 +236,8 @@ def affine() -> Recipe:
 
 @register
 def hybrid() -> Recipe:
-    return Recipe("hybrid", "The same, and the first tenth of every text recomputed (4 to 64 rows).", "ours",
-                  Origin(), Affine(), Leading(share=0.1, min_rows=4, max_rows=64), Residual(), lead_rows=4)
+    return Recipe("hybrid", "The same, and the first tenth of every text recomputed (8 to 64 rows).", "ours",
+                  Origin(), Affine(), Leading(share=0.1, min_rows=8, max_rows=64), Residual(), lead_rows=4)
 
 
 @register
