@@ -48,7 +48,8 @@ from kvbaton.references import ALONE, RunStore
 HERE = Path(__file__).parent
 SELECTIVE = ("full-shared", "droidspeak", "cacheblend", "cacheblend-bottomright", "relaycaching", "epic", "prophetkv",
              "random-matched")
-LEARNING = ("graphflow", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas")
+LEARNING = ("graphflow", "kvcomm", "kvcomm-open", "kvcomm-upstream-open", "kvcmas",
+            "affine", "hybrid")
 VARIANTS = {
     # CacheBlend's effective budget at 15 % on 30 layers: (2 + 0.15 x 28) / 30.
     "random-matched": ("random", "selector.share=0.207"),
@@ -56,7 +57,7 @@ VARIANTS = {
     "kvcomm-open": ("kvcomm", "gate.gamma=1"), "kvcomm-upstream-open": ("kvcomm-upstream", "gate.gamma=1"),
 }
 PAIRS = (("cacheblend", "random-matched"), ("cacheblend", "cacheblend-bottomright"),
-         ("kvcomm-open", "kvcomm-upstream-open"))
+         ("kvcomm-open", "kvcomm-upstream-open"), ("affine", "kvcmas"), ("hybrid", "kvcmas"), ("hybrid", "cacheblend"))
 """Comparisons that were expected to favour the first."""
 LEARN, QUESTIONS = 10, 20
 
@@ -179,15 +180,19 @@ def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str
         print(time.strftime("%T"), question.id, flush=True)
 
 
-def evidence(engine: HFEngine, folder: Path | None) -> None:
-    """Keepers are the same for every method that does not learn: their KV is made once a question."""
-    journal, names = Journal(HERE / "hotpotqa-evidence.jsonl"), ("dense", *SELECTIVE)
-    _, score = drawn("hotpotqa-evidence", folder, 0, QUESTIONS)
+def evidence(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str]) -> None:
+    """Keepers read alike for every method: their KV is made once a question. Lessons are the draw's next questions."""
+    journal = Journal(HERE / "hotpotqa-evidence.jsonl")
+    _, drawn_ones = drawn("hotpotqa-evidence", folder, 0, QUESTIONS + LEARN)
+    score, learn = drawn_ones[:QUESTIONS], drawn_ones[QUESTIONS:]
     assert engine.text is not None
     script = Script(engine.text, task("hotpotqa-evidence").agents(), engine.eos_ids)
     reader = next(agent for agent in script.agents if agent.name == "reader")
     entries = {method(name).selector.entry for name in names} - {None}
-    open_sessions = sessions(engine, (), names, HERE)
+    silent = {agent.name: () for agent in script.agents}
+    lessons = [script.turns(question, silent | {"reader": script.ids(question.gold)}) for question in learn]
+    runs.mkdir(parents=True, exist_ok=True)
+    open_sessions = sessions(engine, lessons, names, runs)
     for question in score:
         if all((question.id, name) in journal.done for name in names):
             continue
@@ -212,7 +217,7 @@ def evidence(engine: HFEngine, folder: Path | None) -> None:
 def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, entries: set[int | None]) -> None:
     """What a keeper holds of its text after a dense hop, with hidden states at every entry, and the text alone."""
     _, segment, span, _ = next(prompt.shared())
-    for store, before, at, role in ((kept, prompt, span, prompt.reader),
+    for store, before, at, role in ((kept, prompt, span, prompt.role),
                                     (alone, Prompt("alone", (segment,)), Span(0, len(segment)), ALONE)):
         captures = [Capture.empty(at, engine.geometry, engine.device, entry) for entry in sorted(filter(None, entries))]
         engine.forward(engine.new_cache(len(before)), engine.tensor(before.token_ids), engine.rows(0, len(before)),
@@ -332,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["teams", "evidence", "coverage", "cost", "table"])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--methods", default=",".join(("dense", *SELECTIVE, *LEARNING)), help="of teams and coverage")
+    parser.add_argument("--methods", default=",".join(("dense", *SELECTIVE, *LEARNING)), help="of a run")
     parser.add_argument("--n", type=int, default=4, help="questions of coverage")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
@@ -345,7 +350,7 @@ def main() -> None:
     engine = load(a.model)
     names = tuple(a.methods.split(","))
     steps = {"teams": partial(teams, engine, a.data_dir, a.runs, names),
-             "evidence": partial(evidence, engine, a.data_dir),
+             "evidence": partial(evidence, engine, a.data_dir, a.runs / "evidence", names),
              "coverage": partial(coverage, engine, a.data_dir, a.n, names),
              "cost": partial(cost, engine, a.tokens, a.repeats)}
     steps[a.step]()
