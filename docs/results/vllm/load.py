@@ -86,9 +86,9 @@ def start(folder: str) -> LLM:
              "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.15,
              "max_position_embeddings": 4096, "tie_word_embeddings": False}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
-    options = {"log_requests": False, "store_bytes": 8 * 2**20, "memory_bytes": 4 * 2**20, "max_lanes": 8}
+    options = {"log_requests": False, "store_bytes": 2 * 2**20, "memory_bytes": 2 * 2**20, "max_lanes": 8}
     return LLM(folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024,
-               max_num_batched_tokens=512, num_gpu_blocks_override=60, scheduler_cls=SCHEDULER,
+               max_num_batched_tokens=512, num_gpu_blocks_override=36, scheduler_cls=SCHEDULER,
                kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both",
                                                    kv_connector_extra_config=options))
 
@@ -124,7 +124,8 @@ class Load:
         params = SamplingParams(temperature=0.0, max_tokens=answer, detokenize=False, ignore_eos=True, logprobs=1,
                                 extra_args=None if wish is None else {"kv_transfer_params": {"kvbaton": wish}})
         self.counts["requests"] += 1
-        return str(self.engine.add_request(str(self.number), {"prompt_token_ids": ids}, params) or self.number)
+        self.engine.add_request(str(self.number), {"prompt_token_ids": ids}, params)
+        return str(self.number)
 
     def hop(self, team: Team) -> str:
         agent = len(team.said)
@@ -191,7 +192,7 @@ def main(out: str, minutes: float = 30.0) -> None:
         teams = [Team(load.draw.choice(GROUPS), load.draw.choice(METHODS), load.new(load.draw.choice((60, 150, 250))),
                       load.draw.random() < 0.7) for _ in range(load.draw.randrange(1, 5))]
         active += load.play(teams)
-        if active >= 60 * len(minute):
+        if active >= 30 * len(minute):
             load.settle()
             minute.append({"active_s": round(active), "rss_mib": process.memory_info().rss / 2**20,
                            "free_blocks": load.free_blocks, "texts": len(worker.texts),

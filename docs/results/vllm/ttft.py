@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1",
-                  HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", OMP_WAIT_POLICY="PASSIVE")
+                  HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="2")
 
 from vllm.config import KVTransferConfig
 
