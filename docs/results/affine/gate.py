@@ -120,6 +120,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.012, 0.03])
     parser.add_argument("--hops", type=int, default=60)
+    parser.add_argument("--only", choices=("change", "target"), help="leave out the other kind of scenario")
     parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--audit", type=float, default=0.1)
     parser.add_argument("--answer-tokens", type=int, default=25)
@@ -133,8 +134,9 @@ def main() -> int:
                 "audit": args.audit, "answer_tokens": args.answer_tokens}
     scenarios = {"change": (Residual(), changing())} | {
         f"target={target}": (Residual(target=target), on_edge(args.hops, args.first)) for target in args.targets}
+    wanted = [name for name in scenarios if name.startswith(args.only or "")]
     with Journal.open(args.out, identity, conditions()) as journal:
-        done = all(play(name, gate, hops, engine, args, journal) for name, (gate, hops) in scenarios.items())
+        done = all(play(name, *scenarios[name], engine, args, journal) for name in wanted)
     print("\n".join(summary(args.out)))
     return 0 if done else 75
 
