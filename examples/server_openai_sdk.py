@@ -3,10 +3,10 @@
     kvbaton serve smollm2 --reuse all            # in an environment with vLLM: make vllm-venv
     pip install openai && python examples/server_openai_sdk.py
 
-The server finds the question and every answer in later prompts by content, moves their KV and corrects it. The first run
-teaches it the edges between these agents; from the second run on little of a prompt is computed. A text is
-found from 16 tokens on (`window` of the connector's options); an agent is known by its first 32 tokens, so role prompts
-should differ early.
+The server finds the question and every answer in later prompts by content, moves their KV and corrects it. The
+first run teaches it the edges between these agents; from the second run on little of a prompt is computed. A text
+is found from 16 tokens on (`window` of the connector's options); an agent is known by its first 32 tokens, so role
+prompts should differ early.
 """
 
 from __future__ import annotations
