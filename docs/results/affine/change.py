@@ -108,9 +108,8 @@ def play(scene: Scene, engine: HFEngine, args: argparse.Namespace, journal: Jour
     bare = {"full-shared": recipe("full-shared"), "full-shared+4": replace(recipe("full-shared"), lead_rows=4)}
     labels = [*bare, *(f"{scene.name}, {name}@{mark}" for name, _ in scene.rules for mark in scene.marks)]
     tasks = {task.name: task for task, _ in scene.lessons} | {task.name: task for _, task in scene.tests}
-    scored = [(test, task, text, label) for test, task in scene.tests
-              for text in range(args.first, args.first + args.texts) for label in labels
-              if (f"{test}/{text}", label, 0) not in journal.done]
+    scored = {(test, text) for test, _ in scene.tests for text in range(args.first, args.first + args.texts)
+              if any((f"{test}/{text}", label, 0) not in journal.done for label in labels)}
     if not scored:
         return True
     denses = {name: Dense(engine, task, args.data, 0) for name, task in tasks.items()}
@@ -119,9 +118,10 @@ def play(scene: Scene, engine: HFEngine, args: argparse.Namespace, journal: Jour
     for label, memory in teach(scene, denses, engine, args.out.parent).items():
         rule = rules[label.rpartition(", ")[2].partition("@")[0]]
         sessions[label] = Session(engine, _method(rule), memory=memory)
-    for test, task, text in dict.fromkeys(item[:3] for item in scored):
+    for test, text in sorted(scored):
         if time.monotonic() > args.until:
             return False
+        task = dict(scene.tests)[test]
         dense, reader = denses[task.name], task.readers[text % len(task.readers)]
         run, fills = dense.source(text)
         prompt = dense.prompt(reader, fills)

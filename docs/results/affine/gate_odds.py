@@ -1,4 +1,4 @@
-"""What a target can promise: the gate's rule played on recorded divergences, `python gate_odds.py rows/FILE.jsonl METHOD`.
+"""What a target can promise: `gate_odds.py rows/FILE.jsonl METHOD` plays the gate's rule on recorded divergences.
 
 Texts are drawn with replacement from the divergences that METHOD had in a study; errors are taken as constant, so that
 only the rule about measured divergence is at work. No model runs: thousands of runs of 60 hops in a second.
