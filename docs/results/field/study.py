@@ -188,7 +188,7 @@ def evidence(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[
     assert engine.text is not None
     script = Script(engine.text, task("hotpotqa-evidence").agents(), engine.eos_ids)
     reader = next(agent for agent in script.agents if agent.name == "reader")
-    entries = {method(name).selector.entry for name in names} - {None}
+    entries = sorted({method(name).selector.entry for name in names} - {None}) or [None]
     silent = {agent.name: () for agent in script.agents}
     lessons = [script.turns(question, silent | {"reader": script.ids(question.gold)}) for question in learn]
     runs.mkdir(parents=True, exist_ok=True)
@@ -214,12 +214,12 @@ def evidence(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[
 
 
 @torch.no_grad()
-def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, entries: set[int | None]) -> None:
+def hand_in(engine: HFEngine, prompt: Prompt, kept: RunStore, alone: RunStore, entries: Sequence[int | None]) -> None:
     """What a keeper holds of its text after a dense hop, with hidden states at every entry, and the text alone."""
     _, segment, span, _ = next(prompt.shared())
     for store, before, at, role in ((kept, prompt, span, prompt.role),
                                     (alone, Prompt("alone", (segment,)), Span(0, len(segment)), ALONE)):
-        captures = [Capture.empty(at, engine.geometry, engine.device, entry) for entry in sorted(filter(None, entries))]
+        captures = [Capture.empty(at, engine.geometry, engine.device, entry) for entry in entries]
         engine.forward(engine.new_cache(len(before)), engine.tensor(before.token_ids), engine.rows(0, len(before)),
                        Captures(captures))
         held = [capture.kv(role, exact=True) for capture in captures]
