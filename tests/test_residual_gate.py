@@ -79,6 +79,17 @@ def test_a_foreign_text_goes_dense_until_its_kind_is_known() -> None:
     assert Residual().judge(state([1.0], now=1.4), TEXT, 5).accept
 
 
+def test_a_slot_whose_texts_vary_calls_fewer_of_them_foreign() -> None:
+    steady, varied = state([1.0, 0.5], now=1.6), state([1.0, 0.5], now=1.6)
+    for novelty in (0.7, 1.6, 0.8, 1.5, 0.7, 1.6):
+        steady.record.learned_from(1.0, 0.5, 1.15)
+        varied.record.learned_from(1.0, 0.5, novelty)
+    assert steady.record.usual[0] == pytest.approx(varied.record.usual[0], abs=0.06)
+    assert not Residual().judge(steady, TEXT, 5).accept
+    assert Residual().judge(varied, TEXT, 5).accept
+    assert not Residual(spreads=0.5).judge(varied, TEXT, 5).accept
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1.0])
 def test_dense_share_is_met(share: float) -> None:
     edge, gate = state([1.0]), Residual(dense_share=share)

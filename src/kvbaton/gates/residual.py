@@ -20,7 +20,8 @@ class Residual:
 
     - the correction leaves as much error as it takes away, out of sample (where there is any error worth the name);
     - ``target``: the predicted divergence of reuse is above it, nats a token, or none was measured yet;
-    - the text is more than ``foreign`` times as unlike the texts learned as this edge's texts usually are;
+    - the text is foreign: more than ``foreign`` times as unlike the texts learned as this edge's texts usually are, and
+      more than ``spreads`` standard deviations above them;
     - ``dense_share``: fewer of the edge's hops than that were dense so far.
 
     Needs a corrector whose state keeps a record, such as `Affine`. Rule and measurements:
@@ -30,6 +31,7 @@ class Residual:
     target: float | None = None
     dense_share: float | None = None
     foreign: float = 1.2
+    spreads: float = 2.0
 
     def __post_init__(self) -> None:
         if self.target is not None and self.target < 0:
@@ -38,6 +40,8 @@ class Residual:
             raise UsageError(f"dense_share is a ratio from 0 to 1, got {self.dense_share}")
         if self.foreign <= 0:
             raise UsageError(f"foreign is a ratio above 0, got {self.foreign}")
+        if self.spreads < 0:
+            raise UsageError(f"spreads is a count of standard deviations, 0 or more, got {self.spreads}")
 
     def judge(self, state: EdgeState | None, source: KV, start: int) -> Verdict:
         if not isinstance(state, Recorded):
@@ -51,7 +55,7 @@ class Residual:
             reason = "divergence not measured yet"
         elif self.target is not None and predicted is not None and predicted > self.target:
             reason = "predicted divergence above target"
-        elif record.unlike(state.novelty(source)) > self.foreign:
+        elif record.foreign(state.novelty(source), self.foreign, self.spreads):
             reason = "foreign text"
         elif self.dense_share is not None and record.dense_share < self.dense_share:
             reason = "dense share"
