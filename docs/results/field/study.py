@@ -4,6 +4,7 @@
     python docs/results/field/study.py evidence     HotpotQA: ten paragraphs, each read before by a keeper of its own
     python docs/results/field/study.py coverage     KV error removed on GSM8K, beside random rows at the same budget
     python docs/results/field/study.py cost         price of selective recompute at 4,096 tokens
+    … teams --timed 4, … evidence --timed 3         TTFT: a few questions, every method in one run, on a quiet machine
     python docs/results/field/study.py table        README.md from everything that is there
 
 Every method is forced to the same answers, from the data sets; methods take turns within a question, so times are of
@@ -31,7 +32,7 @@ from kvbaton.bench.conditions import conditions
 from kvbaton.bench.cost import selective_cost
 from kvbaton.bench.coverage import Ruler
 from kvbaton.bench.script import Script
-from kvbaton.bench.stats import mean_interval, paired_difference
+from kvbaton.bench.stats import mean_interval, median, paired_difference
 from kvbaton.bench.tasks import Question, task
 from kvbaton.engine.capture import Capture, Captures
 from kvbaton.engine.hf import HFEngine
@@ -164,9 +165,10 @@ def warm(session: Session, prompt: Prompt) -> None:
     session.hop(Prompt(prompt.reader, prompt.segments[:1]), Force((1,)), session.start_run())
 
 
-def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str]) -> None:
-    journal = Journal(HERE / "gsm8k.jsonl")
-    learn, score = drawn("gsm8k", folder, LEARN, QUESTIONS)
+def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str], out: Path, n: int) -> None:
+    journal = Journal(out)
+    learn, every = drawn("gsm8k", folder, LEARN, QUESTIONS)
+    score = every[:n]
     left = [q for q in score if any((q.id, name) not in journal.done for name in names)]
     open_sessions = sessions(engine, chains(engine, learn), names, runs)
     others = [name for name in names if name != "dense"]
@@ -180,11 +182,11 @@ def teams(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str
         print(time.strftime("%T"), question.id, flush=True)
 
 
-def evidence(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str]) -> None:
+def evidence(engine: HFEngine, folder: Path | None, runs: Path, names: Sequence[str], out: Path, n: int) -> None:
     """Keepers read alike for every method: their KV is made once a question. Lessons are the draw's next questions."""
-    journal = Journal(HERE / "hotpotqa-evidence.jsonl")
+    journal = Journal(out)
     _, drawn_ones = drawn("hotpotqa-evidence", folder, 0, QUESTIONS + LEARN)
-    score, learn = drawn_ones[:QUESTIONS], drawn_ones[QUESTIONS:]
+    score, learn = drawn_ones[:n], drawn_ones[QUESTIONS:]
     assert engine.text is not None
     script = Script(engine.text, task("hotpotqa-evidence").agents(), engine.eos_ids)
     reader = next(agent for agent in script.agents if agent.name == "reader")
@@ -259,11 +261,11 @@ def table() -> str:
     parts = [part.read_text().rstrip() for part in (HERE / "head.md",) if part.exists()]
     covered = {line["method"]: line for line in lines(HERE / "coverage.jsonl")}
     for name, more in (("gsm8k", covered), ("hotpotqa-evidence", {})):
-        found = complete(lines(HERE / f"{name}.jsonl"))
+        found, timed = (complete(lines(HERE / f"{name}{end}.jsonl")) for end in ("", "-ttft"))
         if found:
             questions = len(next(iter(found.values())))
             parts.append(f"## {name}, {questions} questions\n\n" + markdown(HEAD + (COVERAGE if more else []), [
-                row(m, found, more.get(m), bool(more)) for m in found]))
+                row(m, found, timed, more.get(m), bool(more)) for m in found]))
             parts.append("KL, first minus second, paired over questions (95 %): "
                          + "; ".join(pair(found, *p) for p in PAIRS if set(p) <= set(found)) + ".")
     if (HERE / "cost.json").exists():
@@ -294,15 +296,15 @@ def over_questions(found: Found, name: str, what: str) -> list[float]:
     return [sum(map(float, r[what])) / len(r[what]) for r in found[name].values()]
 
 
-def row(name: str, found: Found, covered: dict[str, Any] | None, wide: bool) -> list[str]:
+def row(name: str, found: Found, timed: Found, covered: dict[str, Any] | None, wide: bool) -> list[str]:
     nominal, kl = nominal_reuse(method(name), 30), mean_interval(over_questions(found, name, "kl"))
     mean = {what: mean_interval(over_questions(found, name, what)).value for what in ("agree", "reuse", "dense")}
     records = list(found[name].values())
-    ratios = sorted(d / m for q, r in found[name].items()
-                    for d, m in zip(found["dense"][q]["ttft_s"], r["ttft_s"], strict=True))
+    ratios = [d / m for q, r in timed.get(name, {}).items()
+              for d, m in zip(timed["dense"][q]["ttft_s"], r["ttft_s"], strict=True)]
     cells = [name, "–" if nominal is None else f"{nominal:.2f}", f"{mean['reuse']:.3f}", f"{1 - mean['dense']:.0%}",
              f"{kl.value:.4f} ({kl.low:.4f} to {kl.high:.4f})", f"{mean['agree']:.3f}",
-             f"{ratios[len(ratios) // 2]:.2f}x", f"{max(r['boundary_mib'] for r in records):.1f}",
+             f"{median(ratios):.2f}x" if ratios else "–", f"{max(r['boundary_mib'] for r in records):.1f}",
              f"{max(r['learned_mib'] for r in records):.1f}"]
     if not wide:
         return cells
@@ -339,6 +341,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--methods", default=",".join(("dense", *SELECTIVE, *LEARNING)), help="of a run")
     parser.add_argument("--n", type=int, default=4, help="questions of coverage")
+    parser.add_argument("--timed", type=int, default=0, help="take so many questions, for TTFT alone")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=None)
@@ -349,8 +352,10 @@ def main() -> None:
         return
     engine = load(a.model)
     names = tuple(a.methods.split(","))
-    steps = {"teams": partial(teams, engine, a.data_dir, a.runs, names),
-             "evidence": partial(evidence, engine, a.data_dir, a.runs / "evidence", names),
+    end, n = ("-ttft.jsonl", a.timed) if a.timed else (".jsonl", QUESTIONS)
+    steps = {"teams": partial(teams, engine, a.data_dir, a.runs, names, HERE / f"gsm8k{end}", n),
+             "evidence": partial(evidence, engine, a.data_dir, a.runs / "evidence", names,
+                                 HERE / f"hotpotqa-evidence{end}", n),
              "coverage": partial(coverage, engine, a.data_dir, a.n, names),
              "cost": partial(cost, engine, a.tokens, a.repeats)}
     steps[a.step]()
