@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from kvbaton.correctors.fading import Fading
+from kvbaton.correctors.usual import Usual
 from kvbaton.errors import InvariantError, StoreError
 from kvbaton.kv import KV
 
-USUAL, USUAL_SPREAD, USUAL_WEIGHT = 1.25, 0.1, 2.0
-"""Novelty of an edge's own texts when they are new: mean, standard deviation, and how many texts this counts for."""
 NEGLIGIBLE = 1e-6
 """Squared relative error below which nothing needs correcting: equal prefixes leave the rounding of the KV's dtype."""
 
@@ -30,7 +29,7 @@ class Record:
     ``learned``: dense hops learned from. ``reused``: hops that reused the edge's segment. ``audits``: hops of which
     the divergence of reuse was measured. ``latest``: error of the last dense hop.
     ``offset``: squared error of the values without correction, relative to the values, mean over layers above 0;
-    ``error``: the same with the correction. ``level``: novelty of the texts that came; ``square``: its square.
+    ``error``: the same with the correction. ``usual``: novelty of the texts that came.
     ``divergence``: measured, nats a token; ``audited``: the error that the same hop showed.
     """
 
@@ -40,8 +39,7 @@ class Record:
     latest: float | None = None
     offset: Fading = field(default_factory=Fading)
     error: Fading = field(default_factory=Fading)
-    level: Fading = field(default_factory=Fading)
-    square: Fading = field(default_factory=Fading)
+    usual: Usual = field(default_factory=Usual)
     divergence: Fading = field(default_factory=Fading)
     audited: Fading = field(default_factory=Fading)
 
@@ -52,17 +50,12 @@ class Record:
         if error is not None:
             self.error.add(error)
             self.offset.add(offset)
-        self._came(novelty)
+        self.usual.add(novelty)
 
     def reused_once(self, novelty: float | None) -> None:
         """A text of this novelty was reused."""
         self.reused += 1
-        self._came(novelty)
-
-    def _came(self, novelty: float | None) -> None:
-        if novelty is not None:
-            self.level.add(novelty)
-            self.square.add(novelty**2)
+        self.usual.add(novelty)
 
     def audited_once(self, divergence: float) -> None:
         """The hop that was learned from last would have diverged by ``divergence`` if it had reused."""
@@ -87,19 +80,6 @@ class Record:
         return self.learned / (self.learned + self.reused + 1)
 
     @property
-    def usual(self) -> tuple[float, float]:
-        """Mean and standard deviation of the novelty that this edge's texts have."""
-        weight = self.level.weight + USUAL_WEIGHT
-        mean = (self.level.total + USUAL * USUAL_WEIGHT) / weight
-        square = (self.square.total + (USUAL**2 + USUAL_SPREAD**2) * USUAL_WEIGHT) / weight
-        return mean, math.sqrt(max(square - mean**2, 0.0))
-
-    def foreign(self, novelty: float | None, times: float, spreads: float) -> bool:
-        """Above ``times`` the usual novelty, and ``spreads`` standard deviations above it: some slots vary a lot."""
-        mean, spread = self.usual
-        return novelty is not None and novelty > max(times * mean, mean + spreads * spread)
-
-    @property
     def predicted(self) -> float | None:
         """Divergence expected of a reuse, nats a token; None before any was measured.
 
@@ -121,7 +101,7 @@ class Record:
             mine.merge(theirs)
 
     def _means(self) -> tuple[Fading, ...]:
-        return self.offset, self.error, self.level, self.square, self.divergence, self.audited
+        return self.offset, self.error, self.usual.level, self.usual.square, self.divergence, self.audited
 
     def to_tensors(self) -> dict[str, Tensor]:
         latest = math.nan if self.latest is None else self.latest

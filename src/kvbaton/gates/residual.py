@@ -55,7 +55,7 @@ class Residual:
             reason = "divergence not measured yet"
         elif self.target is not None and predicted is not None and predicted > self.target:
             reason = "predicted divergence above target"
-        elif record.foreign(state.novelty(source), self.foreign, self.spreads):
+        elif record.usual.foreign(state.novelty(source), self.foreign, self.spreads):
             reason = "foreign text"
         elif self.dense_share is not None and record.dense_share < self.dense_share:
             reason = "dense share"
