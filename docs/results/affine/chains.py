@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import arguments
 import torch
 from tasks import TASKS
 
@@ -143,21 +144,11 @@ def _recovered(rows: dict[tuple[int, int], float], base: dict[tuple[int, int], f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
+    parser = arguments.parser(__doc__, first=40, answer_tokens=24)
     parser.add_argument("--agents", type=int, default=len(ROLES))
     parser.add_argument("--lessons-count", type=int, default=10)
-    parser.add_argument("--first", type=int, default=40, help="first text to score; lessons are texts 0, 1, ..")
     parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--answer-tokens", type=int, default=24)
-    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
-    parser.add_argument("--lessons", type=Path, help="folder that keeps what was taught (default: beside --out)")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    args.lessons = args.lessons or args.out.with_suffix(".lessons")
-    args.lessons.mkdir(parents=True, exist_ok=True)
+    args = arguments.keeps_lessons(parser)
     engine = load(args.model, dtype=args.dtype)
     identity = {"study": "chains", "model": args.model, "dtype": args.dtype, "agents": args.agents,
                 "answer_tokens": args.answer_tokens, "lessons": args.lessons_count}

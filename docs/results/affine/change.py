@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import arguments
 import torch
 from study import Dense, Pupil
 from tasks import TASKS, Task
@@ -159,16 +160,9 @@ def summary(file: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
+    parser = arguments.parser(__doc__, first=40, answer_tokens=17)
     parser.add_argument("--change", choices=("topic", "prefix"), default="topic")
-    parser.add_argument("--first", type=int, default=40, help="first text to score; lessons are texts 0, 1, ..")
     parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--answer-tokens", type=int, default=17)
-    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.until = time.monotonic() + args.seconds
     engine = load(args.model, dtype=args.dtype)

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import arguments
 import torch
 from study import Dense
 from tasks import TASKS, Task
@@ -115,18 +116,11 @@ def summary(file: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
+    parser = arguments.parser(__doc__, first=100, answer_tokens=25)
     parser.add_argument("--targets", type=float, nargs="*", default=[0.012, 0.03])
     parser.add_argument("--hops", type=int, default=60)
     parser.add_argument("--only", choices=("change", "target"), help="leave out the other kind of scenario")
-    parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--audit", type=float, default=0.1)
-    parser.add_argument("--answer-tokens", type=int, default=25)
-    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.until = time.monotonic() + args.seconds
     engine = load(args.model, dtype=args.dtype)

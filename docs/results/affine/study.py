@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import arguments
 import torch
 from methods import fed_by_pairs, methods
 from tasks import TASKS, Ids, Task
@@ -208,24 +209,14 @@ def study(args: argparse.Namespace, engine: HFEngine, journal: Journal) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
+    parser = arguments.parser(__doc__, first=40, answer_tokens=25)
     parser.add_argument("--task", default="gsm8k", choices=sorted(TASKS))
     parser.add_argument("--methods", default="full-shared full-shared+4 first shift@10 affine@1,10 hybrid@1,10",
                         help="method, or method@texts learned,..")
-    parser.add_argument("--first", type=int, default=40, help="first text to score; lessons are texts 0, 1, ..")
     parser.add_argument("--texts", type=int, default=30)
     parser.add_argument("--every-reader", action="store_true", help="score every reader on every text, not in turn")
-    parser.add_argument("--answer-tokens", type=int, default=25)
     parser.add_argument("--written-tokens", type=int, default=72)
-    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with NAME*.jsonl; else packages")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long, to be resumed")
-    parser.add_argument("--lessons", type=Path, help="folder that keeps what was taught (default: beside --out)")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    args.lessons = args.lessons or args.out.with_suffix(".lessons")
-    args.lessons.mkdir(parents=True, exist_ok=True)
+    args = arguments.keeps_lessons(parser)
     engine = load(args.model, dtype=args.dtype)
     identity = {"study": "affine", "model": args.model, "dtype": args.dtype, "task": args.task,
                 "answer_tokens": args.answer_tokens, "written_tokens": args.written_tokens}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -16,6 +17,7 @@ from kvbaton.cli.evaluate import StepDisplay
 _SHOWN = ("offered_per_s", "achieved_per_s", "ttft_s_p50", "ttft_s_p99", "later_ttft_s_p50", "tpot_s_p50", "task_s_p50",
           "goodput_per_s", "computed_tokens", "reused_tokens", "store_mib", "saturated")
 
+N = TypeVar("N", int, float)
 _KVBATON = (sys.executable, "-c", "from kvbaton.cli import main; main()")
 _NAMED = {"kind": "analyze", "what": "serving",
           "note": "Seconds on the client's clock, queueing included. dense: vLLM with its prefix cache."}
@@ -63,10 +65,10 @@ def serving(
     from kvbaton.bench.serving_trace import Shape, generate, replay
 
     shape = Shape(agents, shared, role, private, output)
-    ids = RandomIds(*map(int, _numbers("--vocabulary", vocabulary, 2)))
+    ids = RandomIds(*_numbers("--vocabulary", vocabulary, int, 2))
     made_up = generate(shape, teams, 1.0, arrivals, seed)
     grid = Grid(replay(trace, made_up, role, longest) if trace else made_up, methods.split(","),
-                _numbers("--qps", qps), repeats, warm_up, seed, ttft_slo_s, group)
+                _numbers("--qps", qps, float), repeats, warm_up, seed, ttft_slo_s, group)
     passages = [] if texts == "random" else passages_of(texts, data)
     url = base_url or f"http://127.0.0.1:{port}/v1"
     out = out or Path("runs") / f"serving-{Path(model).name}.jsonl"
@@ -84,12 +86,12 @@ def serving(
     _show(model, out, json)
 
 
-def _numbers(option: str, text: str, count: int | None = None) -> list[float]:
+def _numbers(option: str, text: str, kind: Callable[[str], N], count: int | None = None) -> list[N]:
     """Numbers separated by commas. Raises UsageError, also if there are not ``count`` of them."""
     from kvbaton.errors import UsageError
 
     try:
-        found = [float(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or len(found) != (count or len(found)):

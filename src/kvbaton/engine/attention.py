@@ -107,9 +107,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall
     out = torch.empty_like(q)
     for (start, end, slots), bias in zip(rows.blocks, rows.biases(call.window, q.dtype), strict=True):
         block, keys, values = q[:, start:end], k[None, :, :slots], v[None, :, :slots]
-        if end - start == 1:
+        single = end - start == 1
+        if single:
             block = block.reshape(len(k), -1, q.shape[-1])  # a group's heads as rows: keys are read once
-        sees_all = call.window is None and end - start == 1 and not rows.bottom_right
+        sees_all = single and call.window is None and not rows.bottom_right
         out[:, start:end] = F.scaled_dot_product_attention(
             block[None], keys, values, attn_mask=None if sees_all else bias, scale=call.scale,
             enable_gqa=True)[0].view(len(q), -1, q.shape[-1])

@@ -45,34 +45,34 @@ class Method:
 @lru_cache(maxsize=256)
 def _recipe(method: Method) -> Recipe:
     made = override_all(recipe(method.name), method.settings)
+    refused = f"method {str(method)!r} cannot run inside vLLM:"
     reason = _unfit(made)
     if reason is not None:
-        raise Unsupported(f"method {str(method)!r} cannot run inside vLLM: {reason}")
+        raise Unsupported(f"{refused} {reason}. "
+                          "Methods without a sparse selector can: hybrid, affine, shift, kvcmas, full-shared")
+    if isinstance(made.gate, Residual) and made.gate.target is not None:
+        raise Unsupported(f"{refused} target_divergence (gate.target) needs measured divergences, and a server runs no "
+                          "request twice to measure any: every edge would stay dense. Leave it out; the gate then "
+                          "reuses where the correction holds. gate.foreign and gate.dense_share make it stricter, "
+                          "`kvbaton eval` measures what it costs")
     return made
-
-
-_OTHERS = "Methods without a sparse selector can: hybrid, affine, shift, kvcmas, full-shared"
 
 
 def _unfit(made: Recipe) -> str | None:
     """Why a paged engine cannot run this recipe: it computes whole chunks of rows, in every layer."""
     if made.reference.encodes_alone:
-        return f"it encodes texts alone, which needs requests of its own. {_OTHERS}"
+        return "it encodes texts alone, which needs requests of its own"
     if made.corrector.needs_truth:
-        return f"it needs a dense pass for every request. {_OTHERS}"
+        return "it needs a dense pass for every request"
     if made.private is not PrivateText.EXACT or made.mask is not Mask.EXACT:
-        return f"private text is always computed, under the exact mask. {_OTHERS}"
+        return "private text is always computed, under the exact mask"
     if made.selector.needs or made.selector.entry is not None:
-        return f"its selector looks into layers of the forward pass. {_OTHERS}"
-    if isinstance(made.gate, Residual) and made.gate.target is not None:
-        return ("target_divergence (gate.target) needs measured divergences, and a server runs no request twice to "
-                "measure any: every edge would stay dense. Leave it out; the gate then reuses where the correction "
-                "holds. gate.foreign and gate.dense_share make it stricter, `kvbaton eval` measures what it costs")
+        return "its selector looks into layers of the forward pass"
     rows = torch.arange(40)
     try:
         leading_rows(made, ReusedRows(rows + 7, rows, torch.zeros_like(rows), layers=4))
     except Unsupported as error:
-        return f"{error}. {_OTHERS}"
+        return str(error)
     return None
 
 
