@@ -2,6 +2,8 @@
 
     learn questions ──▶ dense answers ──▶ each method is taught once and held still
     each question   ──▶ dense answers ──▶ method 1, method 2, … (order turns by one a question) ──▶ one record each
+
+A measure may take a batch of questions at once; its records are written when the batch ends.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from kvbaton.bench.cast import cast
 from kvbaton.bench.chain import Chain
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.measures import Measure, Scene
-from kvbaton.bench.result import Journal, Record, RunFile, read
+from kvbaton.bench.play import play
+from kvbaton.bench.result import Journal, Key, Record, RunFile, read
 from kvbaton.bench.script import Script
 from kvbaton.bench.tasks.base import Question, Task
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.sampling import Generate
 from kvbaton.engine.session import Session
-from kvbaton.errors import PromptTooLong, Unsupported, UsageError
+from kvbaton.errors import Unsupported, UsageError
 from kvbaton.recipes import Recipe
 from kvbaton.recipes import recipe as recipe_of
 
@@ -112,95 +115,114 @@ class Runner:
         self._writer.close()
         return read(self._out)
 
-    def _todo(self, journal: Journal) -> Iterator[tuple[int, Question, tuple[Recipe, ...]]]:
-        """Questions with the methods still to be measured on them, in an order that turns by one a question."""
+    def _todo(self, journal: Journal) -> Iterator[tuple[int, Sequence[Question], tuple[Recipe, ...]]]:
+        """Batches of questions with the methods still to be measured on them, in an order that turns by one a batch."""
         recipes = self._spec.recipes()
         for repeat in range(self._spec.repeats):
-            for i, question in enumerate(self._test):
+            for i, batch in enumerate(self._batches(self._test)):
                 turned = recipes[i % len(recipes):] + recipes[:i % len(recipes)]
-                left = tuple(r for r in turned if not self._known(journal, question, r, repeat))
+                left = tuple(r for r in turned if not all(self._known(journal, q, r, repeat) for q in batch))
                 if left:
-                    yield repeat, question, left
+                    yield repeat, batch, left
+
+    def _batches(self, questions: Sequence[Question]) -> list[Sequence[Question]]:
+        """Cut by the place in the draw, whatever was measured already: a batch that is run again is the same batch."""
+        size = self._spec.measure.batch
+        return [questions[start:start + size] for start in range(0, len(questions), size)]
 
     def _known(self, journal: Journal, question: Question, recipe: Recipe, repeat: int) -> bool:
         """Measured already, with the same hyper-parameters."""
         return journal.done.get((question.id, recipe.name, repeat), {}).get("recipe") == digest(repr(recipe))
 
-    def _measure(self, journal: Journal, todo: list[tuple[int, Question, tuple[Recipe, ...]]]) -> None:
-        total = len(self._learn) + sum(len(left) for *_, left in todo)
+    def _measure(self, journal: Journal, todo: list[tuple[int, Sequence[Question], tuple[Recipe, ...]]]) -> None:
+        total = len(self._learn) + sum(len(batch) * len(left) for _, batch, left in todo)
         lessons: list[Chain] = []
-        for done, question in enumerate(self._learn):
-            self._step(done, total, f"dense answers to learn from ({question.id})")
-            turns = self._answers(journal, question)
-            lessons += [turns] if turns else []
-        done = len(self._learn)
+        done = 0
+        for batch in self._batches(self._learn):
+            self._step(done, total, f"dense answers to learn from ({_names(batch)})")
+            lessons += [turns for turns in self._answers(journal, batch) if turns]
+            done += len(batch)
         with ExitStack() as open_sessions:
             reference = open_sessions.enter_context(Session(self._engine, recipe_of(DENSE), prefix_cache=False))
             casts: dict[str, Session] = {}
-            for repeat, question, left in todo:
-                self._step(done, total, f"question {question.id}: dense answers")
-                scene = self._scene(journal, question, reference)
-                if scene is None:
+            for repeat, batch, left in todo:
+                self._step(done, total, f"{_names(batch)}: dense answers")
+                scenes = self._scenes(journal, batch, reference)
+                if not scenes:
                     continue
                 for recipe in left:
                     if recipe.name not in casts:
                         said = partial(self._taught, recipe.name, done, total)
                         session = cast(self._engine, recipe, lessons, self._learned(recipe), said)
                         casts[recipe.name] = open_sessions.enter_context(session)
-                    self._one(journal, repeat, scene, recipe, casts[recipe.name])
-                    done += 1
-                    self._step(done, total, f"question {question.id}: {recipe.name}")
+                    self._one(journal, repeat, scenes, recipe, casts[recipe.name])
+                    done += len(batch)
+                    self._step(done, total, f"{_names(batch)}: {recipe.name}")
 
     def _taught(self, name: str, done: int, total: int, lessons: int) -> None:
         self._step(done, total, f"taught {name} {lessons} texts")
 
-    def _scene(self, journal: Journal, question: Question, reference: Session) -> Scene | None:
-        """A question made ready; None if a prompt exceeds the context."""
-        turns = self._answers(journal, question) if self._spec.measure.needs_answers else []
-        if turns is None:
-            return None
-        scene = Scene(self._spec.task, self._script, question, turns)
-        self._spec.measure.open(scene, reference)
-        return scene
+    def _scenes(self, journal: Journal, batch: Sequence[Question], reference: Session) -> list[Scene]:
+        """Questions made ready, without those whose prompts exceed the context."""
+        measure = self._spec.measure
+        chains: Sequence[Chain | None] = self._answers(journal, batch) if measure.needs_answers else [()] * len(batch)
+        scenes = [Scene(self._spec.task, self._script, question, turns)
+                  for question, turns in zip(batch, chains, strict=True) if turns is not None]
+        for scene in scenes:
+            measure.open(scene, reference)
+        return scenes
 
-    def _one(self, journal: Journal, repeat: int, scene: Scene, recipe: Recipe, session: Session) -> None:
-        """Measure a method on a question. One that cannot run on this model is noted and left out; dense cannot be."""
+    def _one(self, journal: Journal, repeat: int, scenes: Sequence[Scene], recipe: Recipe, session: Session) -> None:
+        """Measure a method on a batch; what a kill left of it on file stands.
+
+        A method that cannot run on this model is noted and left out; dense cannot be.
+        """
         if recipe.name in self._refused:
             return
         try:
-            found = self._spec.measure.measure(scene, session, repeat)
+            found = self._spec.measure.measure(scenes, session, repeat)
         except (UsageError, Unsupported) as refusal:
             if recipe.name == DENSE:
                 raise
             self._refused.add(recipe.name)
-            found = {"question": f"{ANSWERS}refused", "refused": str(refusal)}
-        journal.append({"question": scene.question.id, "method": recipe.name, "repeat": repeat,
-                        "recipe": digest(repr(recipe)), **found})
+            found = [{"question": f"{ANSWERS}refused", "refused": str(refusal)}]
+        for scene, record in zip(scenes, found, strict=False):
+            if not self._known(journal, scene.question, recipe, repeat):
+                journal.append({"question": scene.question.id, "method": recipe.name, "repeat": repeat,
+                                "recipe": digest(repr(recipe)), **record})
 
     def _learned(self, recipe: Recipe) -> Path:
         """Where what a method learned lies; another name for other settings or other learn questions."""
         made_by = hashlib.blake2b(repr((recipe, sorted(self.identity().items()))).encode(), digest_size=6).hexdigest()
         return self._out.with_suffix("") / f"{recipe.name}-{made_by}.safetensors"
 
-    def _answers(self, journal: Journal, question: Question) -> Chain | None:
-        """The team's dense answers, from the file if they are there; None if a prompt exceeds the context."""
-        name = f"{ANSWERS}{question.id}"
-        known = journal.done.get((name, DENSE, 0))
-        if known is None:
-            known = {"question": name, "method": DENSE, "repeat": 0, **self._generate(question)}
-            journal.append(known)
-        if known.get("skipped"):
-            return None
-        return self._script.turns(question, {agent: tuple(ids) for agent, ids in known["outputs"].items()})
+    def _answers(self, journal: Journal, batch: Sequence[Question]) -> list[Chain | None]:
+        """The team's dense answers, from the file if they are there; None where a prompt exceeds the context."""
+        if not all(_answers_of(question) in journal.done for question in batch):
+            for question, record in zip(batch, self._generate(batch), strict=True):
+                if _answers_of(question) not in journal.done:
+                    name, method, repeat = _answers_of(question)
+                    journal.append({"question": name, "method": method, "repeat": repeat, **record})
+        return [self._chain(question, journal.done[_answers_of(question)]) for question in batch]
 
-    def _generate(self, question: Question) -> Record:
-        run = self._writer.start_run()
-        outputs: dict[str, tuple[int, ...]] = {}
-        try:
-            for agent in self._script.agents:
-                limit = min(agent.max_new_tokens or self._spec.answer_tokens, self._spec.answer_tokens)
-                prompt = self._script.prompt(agent, question, outputs)
-                outputs[agent.name] = self._writer.hop(prompt, Generate(limit), run, writes=agent.name).output_ids
-        except PromptTooLong as problem:
-            return {"skipped": str(problem)}
-        return {"outputs": {agent: list(ids) for agent, ids in outputs.items()}}
+    def _chain(self, question: Question, answers: Record) -> Chain | None:
+        if answers.get("skipped"):
+            return None
+        return self._script.turns(question, {agent: tuple(ids) for agent, ids in answers["outputs"].items()})
+
+    def _generate(self, batch: Sequence[Question]) -> list[Record]:
+        most = self._spec.answer_tokens
+        plays = play(self._writer, self._script, batch,
+                     lambda agent: Generate(min(agent.max_new_tokens or most, most)))
+        return [{"skipped": str(one.too_long)} if one.too_long is not None else
+                {"outputs": {agent: list(ids) for agent, ids in one.outputs.items()}} for one in plays]
+
+
+def _answers_of(question: Question) -> Key:
+    """Where a question's dense answers stand in a results file."""
+    return f"{ANSWERS}{question.id}", DENSE, 0
+
+
+def _names(batch: Sequence[Question]) -> str:
+    first, last = batch[0].id, batch[-1].id
+    return f"question {first}" if len(batch) == 1 else f"{len(batch)} questions, {first} to {last}"

@@ -81,21 +81,26 @@ class QueryRows:
             if self.bottom_right:
                 count = self.positions.numel()
                 seen_until = torch.arange(self.last + 1 - count, self.last + 1, device=self.positions.device)
-            self._masks[window] = [_mask(seen_until[start:end], slots, window) for start, end, slots in self.blocks]
+            self._masks[window] = [visible(seen_until[start:end], slots, window) for start, end, slots in self.blocks]
         return self._masks[window]
 
     def biases(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         """`masks` as what is added to the logits: the kernel would otherwise convert them in every layer."""
         if window not in self._biases:
-            self._biases[window] = [torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-                                    for mask in self.masks(window)]
+            self._biases[window] = [as_bias(mask, dtype) for mask in self.masks(window)]
         return self._biases[window]
 
 
-def _mask(positions: Tensor, slots: int, window: int | None) -> Tensor:
+def visible(positions: Tensor, slots: int, window: int | None) -> Tensor:
+    """Slots that the row at each of ``positions`` ``[A]`` may look at: boolean ``[A, slots]``."""
     slot = torch.arange(slots, device=positions.device)[None, :]
     mask = slot <= positions[:, None]
     return mask if window is None else mask & (slot > positions[:, None] - window)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as what is added to the logits: 0 or -inf."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,8 +45,13 @@ class Capture:
             return
         at, offsets = rows.within(self.span)
         if offsets.numel():
-            kept = self.boundary.setdefault(layer, hidden.new_empty(len(self.span), hidden.shape[1]))
-            kept.index_copy_(0, offsets, hidden[at])
+            self._kept(layer, hidden).index_copy_(0, offsets, hidden[at])
+
+    def put(self, offset: int, k: Tensor, v: Tensor, entering: Sequence[Tensor]) -> None:
+        """One row: its ``k``, ``v`` ``[L, H, D]`` and the hidden states ``[hidden]`` that entered each layer."""
+        self.k[:, :, offset], self.v[:, :, offset] = k, v
+        if self.entry is not None:
+            self._kept(self.entry, entering[self.entry])[offset] = entering[self.entry]
 
     def kv(self, source: str, exact: bool, tokens: int | None = None) -> KV:
         """What was captured, or its first ``tokens`` rows (copied, so that the rest can go)."""
@@ -55,6 +61,12 @@ class Capture:
         part = whole.rows(0, tokens)
         boundary = tuple((layer, h.clone()) for layer, h in part.boundary)
         return KV(part.k.clone(), part.v.clone(), part.start, source, exact, boundary)
+
+    def _kept(self, layer: int, like: Tensor) -> Tensor:
+        """The rows ``[T, hidden]`` of hidden states that enter ``layer``."""
+        if layer not in self.boundary:
+            self.boundary[layer] = like.new_empty(len(self.span), like.shape[-1])
+        return self.boundary[layer]
 
 
 class Captures(Watch):

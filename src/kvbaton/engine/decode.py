@@ -1,4 +1,4 @@
-"""How an answer grows behind a prefilled prompt: generated token by token, or forced."""
+"""How an answer grows behind a prefilled prompt: generated token by token, or forced. Many as one: together.py."""
 
 from __future__ import annotations
 
@@ -18,67 +18,98 @@ OnToken = Callable[[int], None]
 
 
 class Answer(Protocol):
-    """An answer under way. ``times_s``: seconds since submit at which each token (a final stop token too) was known."""
+    """An answer under way. ``times_s``: seconds since submit at which each token (a final stop token too) was known.
+
+    ``written`` starts where the prompt ends and gets the KV of every token of the answer.
+    """
 
     ids: list[int]
     times_s: list[float]
     stopped: bool
     logits: Tensor | None
+    written: Capture
 
-    def finish(self, cache: SplicedCache, written: Capture, on_token: OnToken | None) -> None:
-        """Run to the end; ``written`` starts where the prompt ends and gets the KV of every token of the answer."""
+    def finish(self, on_token: OnToken | None = None) -> None:
+        """Run to the end."""
         ...
 
 
-def begin_answer(engine: HFEngine, decode: Generate | Force, first: Tensor, submit: float) -> Answer:
-    """The answer after its first token: ``first`` ``[vocab]`` are the last prompt row's logits. TTFT ends here."""
+def begin_answer(engine: HFEngine, decode: Generate | Force, first: Tensor, submit: float, cache: SplicedCache,
+                 written: Capture) -> Answer:
+    """The answer after its first token: ``first`` ``[vocab]`` are the last prompt row's logits. TTFT ends here.
+
+    ``cache`` holds the prompt and has room for the answer, ``written`` is as long as that room.
+    """
     if isinstance(decode, Force):
-        return _Forced(decode, engine, first, submit)
-    return _Generated(decode, engine, first, submit)
+        return Forced(decode, engine, first, submit, cache, written)
+    return Generated(decode, engine, first, submit, cache, written)
 
 
-class _Forced:
+class Forced:
     """Teacher forcing: one pass over all given tokens."""
 
-    def __init__(self, decode: Force, engine: HFEngine, first: Tensor, submit: float) -> None:
-        self._engine = engine
+    def __init__(self, decode: Force, engine: HFEngine, first: Tensor, submit: float, cache: SplicedCache,
+                 written: Capture) -> None:
+        self._engine, self._cache, self.written = engine, cache, written
         self.ids, self.stopped = list(decode.ids), False
         self.logits: Tensor | None = first[None]
         self.times_s = [time.perf_counter() - submit]
 
-    def finish(self, cache: SplicedCache, written: Capture, on_token: OnToken | None) -> None:
-        rows = self._engine.rows(written.span.start, written.span.start + len(self.ids))
-        _, hidden = self._engine.forward(cache, self._engine.tensor(tuple(self.ids)), rows, Captures([written]))
+    def finish(self, on_token: OnToken | None = None) -> None:
+        start = self.written.span.start
+        rows = self._engine.rows(start, start + len(self.ids))
+        _, hidden = self._engine.forward(self._cache, self._engine.tensor(tuple(self.ids)), rows,
+                                         Captures([self.written]))
         assert self.logits is not None
         self.logits = torch.cat((self.logits, self._engine.logits(hidden[:-1])))
 
 
-class _Generated:
-    """Token by token. Every token of the answer is fed, the last one too: its readers need its KV."""
+class Generated:
+    """Token by token. Every token of the answer is fed, the last one too: its readers need its KV.
 
-    def __init__(self, decode: Generate, engine: HFEngine, first: Tensor, submit: float) -> None:
+    ``fed``: tokens fed so far. Whoever feeds `next` counts it and pushes its logits, unless the answer is `full`.
+    """
+
+    def __init__(self, decode: Generate, engine: HFEngine, first: Tensor, submit: float, cache: SplicedCache,
+                 written: Capture) -> None:
         self._decode, self._engine, self._submit = decode, engine, submit
+        self.cache, self.written = cache, written
         self._picker = decode.sampler.begin()
         self.ids: list[int] = []
         self.times_s: list[float] = []
-        self.stopped = False
+        self.stopped, self.fed = False, 0
         self.logits: Tensor | None = None
-        self._push(first)
+        self.push(first)
 
-    def finish(self, cache: SplicedCache, written: Capture, on_token: OnToken | None) -> None:
-        watch, fed = Captures([written]), 0
-        while fed < len(self.ids):
-            token = self.ids[fed]
+    @property
+    def over(self) -> bool:
+        """Nothing is left to feed."""
+        return self.fed == len(self.ids)
+
+    @property
+    def next(self) -> tuple[int, int]:
+        """The token to feed and its position."""
+        return self.ids[self.fed], self.written.span.start + self.fed
+
+    @property
+    def full(self) -> bool:
+        """As many tokens were fed as the limit allows."""
+        return self.fed == self._decode.max_new_tokens
+
+    def finish(self, on_token: OnToken | None = None) -> None:
+        watch = Captures([self.written])
+        while not self.over:
+            token, at = self.next
             if on_token is not None:
                 on_token(token)
-            at = written.span.start + fed
-            _, hidden = self._engine.forward(cache, self._engine.tensor((token,)), self._engine.rows(at, at + 1), watch)
-            fed += 1
-            if fed < self._decode.max_new_tokens:
-                self._push(self._engine.logits(hidden)[0])
+            _, hidden = self._engine.forward(self.cache, self._engine.tensor((token,)), self._engine.rows(at, at + 1),
+                                             watch)
+            self.fed += 1
+            if not self.full:
+                self.push(self._engine.logits(hidden)[0])
 
-    def _push(self, logits: Tensor) -> None:
-        """Pick the next token; a stop token ends the answer and is no part of it."""
+    def push(self, logits: Tensor) -> None:
+        """Pick the next token from ``[vocab]``; a stop token ends the answer and is no part of it."""
         token = self._picker.pick(logits)
         self.times_s.append(time.perf_counter() - self._submit)
         if token in self._engine.eos_ids or token in self._decode.stop_ids:

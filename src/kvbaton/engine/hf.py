@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,20 +43,55 @@ class Watch:
         """After a layer: fresh keys and values are in ``view``, valid until the next layer."""
 
 
+class Pass(ABC):
+    """What one pass hands to every layer, as its cache and as its mask."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> Tensor:
+        """Positions ``[A]`` of the rows that are active."""
+
+    @abstractmethod
+    def enter(self, layer: int, hidden: Tensor) -> Tensor:
+        """Before a layer: the hidden states ``[A, hidden]`` that go in, of those that came out of the one before."""
+
+    @abstractmethod
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> LayerKV:
+        """transformers' cache call: take unrotated fresh rows ``[1, H, A, D]``, give back the layer's whole cache."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Unrotated queries ``[1, Hq, A, D]`` over what `update` gave; ``[1, A, Hq, D]``, as transformers wants it."""
+
+    def leave(self, layer: int) -> None:  # noqa: B027  a pass need not look back
+        """After a layer."""
+
+
 @dataclass
-class PackedPass:
-    """What one pass hands to every layer, as its cache and as its mask. Owned by `HFEngine.forward`."""
+class PackedPass(Pass):
+    """Rows of one hop over its cache. Owned by `HFEngine.forward`."""
 
     rope: Rope
     cache: SplicedCache
     rows: QueryRows
+    watch: Watch
     layer: int = 0
     fresh: LayerKV | None = None
     _query: Tensor | None = None
     _call: AttentionCall | None = None
 
+    @property
+    def positions(self) -> Tensor:
+        return self.rows.positions
+
+    def enter(self, layer: int, hidden: Tensor) -> Tensor:
+        self.rows, hidden = self.watch.enter(layer, self.rows, hidden)
+        return hidden
+
+    def leave(self, layer: int) -> None:
+        self.watch.leave(layer, self)
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> LayerKV:
-        """transformers' cache call: take unrotated fresh rows ``[1, H, A, D]``, give back the layer's whole cache."""
         self.layer, self.fresh = layer_idx, (key[0], value[0])
         k, v = self.cache.k[layer_idx], self.cache.v[layer_idx]
         cos, sin = self.rope.angles(self.rows.positions, layer_idx)
@@ -69,7 +105,6 @@ class PackedPass:
         return k[None], v[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Unrotated queries ``[1, Hq, A, D]`` over the cache; returns ``[1, A, Hq, D]``, as transformers wants it."""
         self._query = self.rope.rotate(query[0], *self.rope.angles(self.rows.positions, self.layer))
         self._call = call
         return attend(self._query, key[0], value[0], self.rows, call).transpose(0, 1)[None]
@@ -85,7 +120,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
                scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
                **kwargs: Any) -> tuple[Tensor, None]:
     """Our entry in transformers' attention registry; calls that are not ours go on to its own SDPA."""
-    if not isinstance(attention_mask, PackedPass):
+    if not isinstance(attention_mask, Pass):
         if softcap is not None:
             raise Unsupported("soft-capped attention outside KVBaton: call model.set_attn_implementation('eager')")
         out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
@@ -146,15 +181,21 @@ class HFEngine:
 
         Returns the rows still active at the end and their hidden states ``[A', hidden]`` before the final norm.
         """
-        hidden = self._embed(token_ids[None])[0]
-        view = PackedPass(self.rope, cache, rows)
-        for index, layer in enumerate(self.layers):
-            view.rows, hidden = watch.enter(index, view.rows, hidden)
-            out = layer(hidden[None], attention_mask=view, cache=view, use_cache=True,
-                        position_ids=view.rows.positions[None], position_embeddings=self._no_rotation)
-            hidden = (out[0] if isinstance(out, tuple) else out)[0]
-            watch.leave(index, view)
+        view = PackedPass(self.rope, cache, rows, watch)
+        hidden = self.run(view, token_ids)
         return view.rows, hidden
+
+    @torch.no_grad()
+    def run(self, view: Pass, token_ids: Tensor) -> Tensor:
+        """Run the rows of ``view`` (``token_ids`` ``[A]``) through every layer; the last hidden states."""
+        hidden: Tensor = self._embed(token_ids[None])[0]
+        for index, layer in enumerate(self.layers):
+            hidden = view.enter(index, hidden)
+            out = layer(hidden[None], attention_mask=view, cache=view, use_cache=True,
+                        position_ids=view.positions[None], position_embeddings=self._no_rotation)
+            hidden = (out[0] if isinstance(out, tuple) else out)[0]
+            view.leave(index)
+        return hidden
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

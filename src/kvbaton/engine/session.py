@@ -4,14 +4,17 @@
     2 plan: gate and decide each segment        6 learn from exact pairs (thread)
     3 exact prefix from the prefix cache        7 decode
     4 splice: move, correct, choose rows        8 hand on what is held
+
+`Session.hop_together` takes many hops through 1 to 6 one by one, decodes all as one batch, and ends them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +27,7 @@ from kvbaton.engine.learner import Learner
 from kvbaton.engine.result import Decision, Entries, HopResult
 from kvbaton.engine.sampling import Force, Generate
 from kvbaton.engine.splice import Splice
+from kvbaton.engine.together import finish_together
 from kvbaton.errors import PromptTooLong, UsageError
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
@@ -31,6 +35,32 @@ from kvbaton.plan import Plan, Step, make_plan, note_reuse, own_text
 from kvbaton.prompt import Prompt, Segment, Span, agent_of
 from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import ALONE, Keep, RunStore
+
+
+@dataclass(frozen=True)
+class Call:
+    """One agent call, as `Session.hop` takes it."""
+
+    prompt: Prompt
+    decode: Generate | Force
+    run: RunStore
+    writes: str | None = None
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """A hop whose first token is known. ``prefix``: tokens from the prefix cache; ``extra``: entries beyond the prompt;
+    ``held``: what the reader now holds of each shared segment."""
+
+    call: Call
+    plan: Plan
+    plan_s: float
+    extra: int
+    prefix: int
+    splice: Splice
+    held: dict[int, KV | None]
+    audit: Audit | None
+    answer: Answer
 
 
 class Session:
@@ -79,33 +109,27 @@ class Session:
         Raises PromptTooLong if prompt and answer do not fit the context. A hop that raises leaves ``run`` as it was.
         """
         with self._alone():
-            self._check_length(prompt, decode)
-            truth = self._truth(prompt) if self.recipe.corrector.needs_truth else None
-            submit = time.perf_counter()
-            own = self._own.setdefault(prompt.reader, RunStore())
-            extra = self._encode_alone(prompt, run) + self._encode_own(prompt, own)
-            plan = make_plan(prompt, self.recipe, run, self.memory, own, truth)
-            plan_s = time.perf_counter() - submit
-            answer_tokens = decode.max_tokens
-            cache = self.engine.new_cache(len(prompt) + answer_tokens)
-            prefix = self._load_prefix(prompt, cache)
-            splice = Splice(self.engine, prompt, plan, self.recipe, cache, prefix)
-            first = self.engine.logits(splice.prefill())[0]
-            answer = begin_answer(self.engine, decode, first, submit)
-            held = {step.index: splice.held(step.index) for step in plan.steps}
-            audit = self._auditor.begin(prompt, plan, self.recipe, cache, first)
-            self._learn(plan, held)
-            written = self._capture(Span(len(prompt), len(prompt) + answer_tokens))
-            answer.finish(cache, written, on_token)
-            learn_s = self._learner.drain()
-            actual = None if audit is None else self._close_audit(audit, answer)
-            note_reuse(plan)
-            self._save_prefix(prompt, cache)
-            self._hand_on(prompt, plan, splice, held, run)
-            if writes is not None and answer.ids and Keep.WRITTEN in self.recipe.reference.keeps:
-                kv = written.kv(prompt.role, exact=plan.dense, tokens=len(answer.ids))
-                self.recipe.reference.wrote(Segment(tuple(answer.ids), writes), kv, run)
-            return self._result(prompt, plan, plan_s, splice, prefix, answer, run, learn_s, extra, actual)
+            self.check_length(prompt, decode)
+            hop = self._begin(Call(prompt, decode, run, writes))
+            self._learn(hop.plan, hop.held)
+            hop.answer.finish(on_token)
+            return self._end([hop])[0]
+
+    @torch.no_grad()
+    def hop_together(self, calls: Sequence[Call]) -> list[HopResult]:
+        """Many agent calls, prefilled one by one and decoded together; none knows what another writes or teaches.
+
+        Each gets what it would get alone (in float32 to rounding; in bfloat16 a batch rounds otherwise). Raises as
+        `hop` does, and then every run is as it was. Token times are those of a batch; `learn_s` is shared out evenly.
+        """
+        with self._alone():
+            for call in calls:
+                self.check_length(call.prompt, call.decode)
+            hops = [self._begin(call) for call in calls]
+            for hop in hops:
+                self._learn(hop.plan, hop.held)
+            finish_together(self.engine, [hop.answer for hop in hops])
+            return self._end(hops)
 
     def play(self, hops: Iterable[tuple[Prompt, Generate | Force, str | None]]) -> list[HopResult]:
         """One run of given hops, ``(prompt, decode, writes)`` each. The run's shared KV is freed however it ends."""
@@ -114,6 +138,16 @@ class Session:
             return [self.hop(prompt, decode, run, writes=writes) for prompt, decode, writes in hops]
         finally:
             run.clear()
+
+    def check_length(self, prompt: Prompt, decode: Generate | Force) -> None:
+        """Raises PromptTooLong if prompt and answer do not fit the context."""
+        answer = decode.max_tokens
+        over = len(prompt) + answer - self.engine.context_tokens
+        if over > 0:
+            parts = ", ".join(f"{segment.share or 'own text'} {len(segment)}" for segment in prompt.segments)
+            raise PromptTooLong(
+                f"{prompt.reader!r}: prompt of {len(prompt)} tokens and answer of up to {answer} exceed the model's "
+                f"context of {self.engine.context_tokens} by {over} tokens (segments: {parts}); shorten one of them")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -124,14 +158,36 @@ class Session:
         finally:
             self._busy.release()
 
-    def _check_length(self, prompt: Prompt, decode: Generate | Force) -> None:
-        answer = decode.max_tokens
-        over = len(prompt) + answer - self.engine.context_tokens
-        if over > 0:
-            parts = ", ".join(f"{segment.share or 'own text'} {len(segment)}" for segment in prompt.segments)
-            raise PromptTooLong(
-                f"{prompt.reader!r}: prompt of {len(prompt)} tokens and answer of up to {answer} exceed the model's "
-                f"context of {self.engine.context_tokens} by {over} tokens (segments: {parts}); shorten one of them")
+    def _begin(self, call: Call) -> _Hop:
+        """Up to the first token."""
+        prompt, run = call.prompt, call.run
+        truth = self._truth(prompt) if self.recipe.corrector.needs_truth else None
+        submit = time.perf_counter()
+        own = self._own.setdefault(prompt.reader, RunStore())
+        extra = self._encode_alone(prompt, run) + self._encode_own(prompt, own)
+        plan = make_plan(prompt, self.recipe, run, self.memory, own, truth)
+        plan_s = time.perf_counter() - submit
+        end = len(prompt) + call.decode.max_tokens
+        cache = self.engine.new_cache(end)
+        prefix = self._load_prefix(prompt, cache)
+        splice = Splice(self.engine, prompt, plan, self.recipe, cache, prefix)
+        first = self.engine.logits(splice.prefill())[0]
+        answer = begin_answer(self.engine, call.decode, first, submit, cache, self._capture(Span(len(prompt), end)))
+        held = {step.index: splice.held(step.index) for step in plan.steps}
+        audit = self._auditor.begin(prompt, plan, self.recipe, cache, first)
+        self._save_prefix(prompt, cache)
+        return _Hop(call, plan, plan_s, extra, prefix, splice, held, audit, answer)
+
+    def _end(self, hops: Sequence[_Hop]) -> list[HopResult]:
+        """Learning and audits end before anything is handed on: if one fails, every run is as it was."""
+        learn_s = self._learner.drain() / max(len(hops), 1)
+        actual = [None if hop.audit is None else self._close_audit(hop.audit, hop.answer) for hop in hops]
+        results = []
+        for hop, divergence in zip(hops, actual, strict=True):
+            note_reuse(hop.plan)
+            self._hand_on(hop)
+            results.append(self._result(hop, learn_s, divergence))
+        return results
 
     def _encode_alone(self, prompt: Prompt, run: RunStore) -> int:
         """Encode texts that nobody holds by themselves, where the reference starts from that; entries computed."""
@@ -215,24 +271,27 @@ class Session:
         exact_source = step.source is not None and (step.source.exact or self.recipe.learn_approximate)
         return step.edge is not None and exact_source and target is not None and target.exact
 
-    def _hand_on(self, prompt: Prompt, plan: Plan, splice: Splice, held: dict[int, KV | None],
-                 run: RunStore) -> None:
-        reference = self.recipe.reference
-        for step in plan.steps:
-            kv = held[step.index]
+    def _hand_on(self, hop: _Hop) -> None:
+        """Give the reference what it keeps: what the reader now holds, and what it wrote."""
+        prompt, run, answer, reference = hop.call.prompt, hop.call.run, hop.answer, self.recipe.reference
+        for step in hop.plan.steps:
+            kv = hop.held[step.index]
             if kv is not None and step.segment.share is not None:
                 reference.read(step.segment, kv, run)
-        if self.recipe.private is PrivateText.STALE and plan.dense:
+        if self.recipe.private is PrivateText.STALE and hop.plan.dense:
             own = self._own[prompt.reader] = RunStore()
             for index, segment, _ in prompt.own_behind():
-                kv = splice.held(index)
+                kv = hop.splice.held(index)
                 if kv is not None:
                     own.put(own_text(segment, index), kv)
+        if hop.call.writes is not None and answer.ids and Keep.WRITTEN in reference.keeps:
+            kv = answer.written.kv(prompt.role, exact=hop.plan.dense, tokens=len(answer.ids))
+            reference.wrote(Segment(tuple(answer.ids), hop.call.writes), kv, run)
 
-    def _result(self, prompt: Prompt, plan: Plan, plan_s: float, splice: Splice, prefix: int, answer: Answer,
-                run: RunStore, learn_s: float, extra: int, actual: float | None) -> HopResult:
+    def _result(self, hop: _Hop, learn_s: float, divergence: float | None) -> HopResult:
+        prompt, plan, splice, answer, run = hop.call.prompt, hop.plan, hop.splice, hop.answer, hop.call.run
         layers = self.engine.geometry.layers
-        cached, total = prefix * layers, len(prompt) * layers
+        cached, total = hop.prefix * layers, len(prompt) * layers
         reused = total - cached - splice.recomputed - splice.corrected
         decisions = tuple(
             Decision(step.segment.share, agent_of(step.edge.source) if step.edge else None, len(step.span),
@@ -242,12 +301,12 @@ class Session:
             reader=prompt.reader, prompt_tokens=len(prompt), layers=layers,
             shared_tokens=sum(len(segment) for _, segment, _, _ in prompt.shared()),
             output_ids=tuple(answer.ids), stopped=answer.stopped, text=text, token_times_s=tuple(answer.times_s),
-            plan_s=plan_s, decisions=decisions,
+            plan_s=hop.plan_s, decisions=decisions,
             entries=Entries(reused=reused, corrected=splice.corrected, recomputed=splice.recomputed, cached=cached),
-            extra_entries=extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
+            extra_entries=hop.extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
             moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, boundary_bytes=run.boundary_bytes,
             learned_bytes=self.memory.nbytes, learn_s=learn_s,
-            dense=plan.dense, logits=answer.logits, divergence=actual)
+            dense=plan.dense, logits=answer.logits, divergence=divergence)
 
 
 def _same_corrector(memory: Memory, recipe: Recipe) -> None:
