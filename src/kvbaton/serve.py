@@ -19,6 +19,10 @@ from kvbaton.vllm import CONNECTOR, SCHEDULER, check_version
 from kvbaton.vllm.options import ServerOptions
 
 MODULE = "vllm.entrypoints.openai.api_server"
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""A KV cache of 2 GiB, and bounded kernel caches: oneDNN compiles a matrix product anew for every number of rows and
+keeps 1,024 of them, 0.3 MiB each, once in vLLM's own copy and once in PyTorch's, which keeps them a second time. Row
+counts in serving hardly ever come back, except the few of decoding (docs/results/vllm/README.md)."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,11 @@ class Serve:
                 "kv_connector_extra_config": given}
 
     def environment(self, environ: Mapping[str, str], cpu: bool) -> dict[str, str]:
-        """``environ`` with what is missing: the V1 model runner, and a KV cache of 2 GiB on a CPU."""
+        """``environ`` with what is missing: the V1 model runner, and `CPU_ENVIRONMENT` on a CPU."""
         wanted = {"VLLM_NO_USAGE_STATS": "1"}
         if self.gap_jump:
             wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        if cpu:
-            wanted["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        return {**wanted, **environ}
+        return {**wanted, **(CPU_ENVIRONMENT if cpu else {}), **environ}
 
 
 def is_cpu_build() -> bool:

@@ -43,6 +43,13 @@ def test_the_environment_of_the_user_wins() -> None:
     assert environment["HOME"] == "/x"
 
 
+def test_kernel_caches_are_bounded_on_a_cpu_and_only_there() -> None:
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        assert int(Serve("m").environment({}, cpu=True)[name]) <= 64
+        assert Serve("m").environment({name: "7"}, cpu=True)[name] == "7"
+        assert name not in Serve("m").environment({}, cpu=False)
+
+
 def test_flags_that_kvbaton_sets_are_not_taken_twice() -> None:
     with pytest.raises(UsageError, match="--scheduler-cls is set by kvbaton"):
         Serve("m", extra=("--scheduler-cls=mine",))

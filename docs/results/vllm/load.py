@@ -1,11 +1,13 @@
 """Half an hour of mixed load on the connector: errors, memory, blocks. Tiny random model, everything in one process.
 
-    make vllm-venv && OMP_NUM_THREADS=1 .venv-vllm/bin/python docs/results/vllm/load.py OUT.json [minutes]
+    make vllm-venv && OMP_NUM_THREADS=1 .venv-vllm/bin/python docs/results/vllm/load.py OUT.json [minutes] [plain]
 
 Teams of three tenants under seven methods share text by mark and by content, beside exact requests; a tenth of all
 requests is aborted somewhere. Few blocks, small budgets and few lanes, so that blocks, texts, learned state and lanes
 are evicted all the time. One exact prompt is asked again and again: its answer may never change, bit for bit.
-Time during which the process was stopped does not count.
+Time during which the process was stopped does not count. KVBaton runs with the environment of `kvbaton serve`; what is
+set already wins, so that ``ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 LRU_CACHE_CAPACITY=1024`` in front gives vLLM's own.
+``plain``: the same requests to vLLM as it comes, without KVBaton, to see what of the memory is vLLM's.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvbaton.bench.conditions import conditions
 from kvbaton.gates import Always
 from kvbaton.recipes import Recipe, recipe, register
+from kvbaton.serve import CPU_ENVIRONMENT
 from kvbaton.vllm import CONNECTOR, LOGGER, SCHEDULER
 from vllm import LLM, SamplingParams
 
@@ -80,17 +83,22 @@ class Team:
     said: list[list[int]] = field(default_factory=list)
 
 
-def start(folder: str) -> LLM:
+def kvbaton() -> dict[str, Any]:
+    """What switches KVBaton on."""
+    options = {"log_requests": False, "store_bytes": 2 * 2**20, "memory_bytes": 2 * 2**20, "max_lanes": 8}
+    return {"scheduler_cls": SCHEDULER,
+            "kv_transfer_config": KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both",
+                                                   kv_connector_extra_config=options)}
+
+
+def start(folder: str, **engine: Any) -> LLM:
     torch.manual_seed(0)
     shape = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
              "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.15,
              "max_position_embeddings": 4096, "tie_word_embeddings": False}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
-    options = {"log_requests": False, "store_bytes": 2 * 2**20, "memory_bytes": 2 * 2**20, "max_lanes": 8}
     return LLM(folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024,
-               max_num_batched_tokens=512, num_gpu_blocks_override=36, scheduler_cls=SCHEDULER,
-               kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both",
-                                                   kv_connector_extra_config=options))
+               max_num_batched_tokens=512, num_gpu_blocks_override=36, **engine)
 
 
 class Load:
@@ -98,6 +106,7 @@ class Load:
 
     def __init__(self, llm: LLM) -> None:
         self.engine, self.draw = llm.llm_engine, random.Random(0)
+        self.connected = has_kv_transfer_group()
         self.core = self.engine.engine_core.engine_core
         self.roles = [self.new(40 + 5 * agent) for agent in range(AGENTS)]
         self.needle = self.new(300)
@@ -121,8 +130,9 @@ class Load:
 
     def submit(self, ids: list[int], wish: dict[str, Any] | None, answer: int) -> str:
         self.number += 1
+        extra = {"kv_transfer_params": {"kvbaton": wish}} if wish and self.connected else None
         params = SamplingParams(temperature=0.0, max_tokens=answer, detokenize=False, ignore_eos=True, logprobs=1,
-                                extra_args=None if wish is None else {"kv_transfer_params": {"kvbaton": wish}})
+                                extra_args=extra)
         self.counts["requests"] += 1
         self.engine.add_request(str(self.number), {"prompt_token_ids": ids}, params)
         return str(self.number)
@@ -176,38 +186,57 @@ class Load:
     def settle(self) -> None:
         for _ in range(4):
             self.engine.step()
-        get_kv_transfer_group().worker.drain()
+        if self.connected:
+            get_kv_transfer_group().worker.drain()
+
+    def held(self) -> dict[str, Any]:
+        """What the connector holds, nothing without it."""
+        if not self.connected:
+            return {}
+        worker, books = get_kv_transfer_group().worker, self.core.scheduler.connector.scheduler.books
+        return {"texts": len(worker.texts), "memories": len(worker.memories), "texts_mib": books.nbytes / 2**20,
+                "texts_match": set(worker.texts) == set(books.all_ids())}
 
 
-def main(out: str, minutes: float = 30.0) -> None:
+def main(out: str, minutes: float = 30.0, engine: str = "kvbaton") -> None:
+    if engine == "kvbaton":
+        os.environ.update({**CPU_ENVIRONMENT, **os.environ})
     complaints = Complaints()
     logging.getLogger(LOGGER).addHandler(complaints)
     with tempfile.TemporaryDirectory() as folder:
-        load = Load(start(folder))
+        load = Load(start(folder, **(kvbaton() if engine == "kvbaton" else {})))
     first_free, process = load.free_blocks, psutil.Process()
-    worker, books = get_kv_transfer_group().worker, load.core.scheduler.connector.scheduler.books
     active, minute, begun = 0.0, [], time.monotonic()
     while active < 60 * minutes:
         teams = [Team(load.draw.choice(GROUPS), load.draw.choice(METHODS), load.new(load.draw.choice((60, 150, 250))),
                       load.draw.random() < 0.7) for _ in range(load.draw.randrange(1, 5))]
         active += load.play(teams)
-        if active >= 30 * len(minute):
-            load.settle()
-            minute.append({"active_s": round(active), "rss_mib": process.memory_info().rss / 2**20,
-                           "free_blocks": load.free_blocks, "texts": len(worker.texts),
-                           "memories": len(worker.memories), "texts_mib": books.nbytes / 2**20, **load.counts})
-            print(json.dumps(minute[-1]), flush=True)
-    load.settle()
-    later = [m for m in minute if m["active_s"] >= 40 * minutes]
-    slope = statistics.linear_regression([m["active_s"] / 60 for m in later], [m["rss_mib"] for m in later]).slope
-    record = {"minutes": active / 60, "wall_minutes": (time.monotonic() - begun) / 60, "counts": load.counts,
-              "blocks": [first_free, load.free_blocks], "rss_mib_per_minute_in_the_last_third": slope,
-              "texts_match": set(worker.texts) == set(books.all_ids()), "complaints": sorted(set(complaints.texts)),
-              "minute": minute, "conditions": conditions()}
-    Path(out).write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k not in ("minute", "conditions")}, indent=1))
+        if active < 30 * len(minute) and active < 60 * minutes:
+            continue
+        load.settle()
+        minute.append({"active_s": round(active), "rss_mib": process.memory_info().rss / 2**20,
+                       "free_blocks": load.free_blocks, **load.held(), **load.counts})
+        record = {"engine": engine, "minutes": active / 60, "wall_minutes": (time.monotonic() - begun) / 60,
+                  "counts": load.counts, "blocks": [first_free, load.free_blocks],
+                  "last_half": drift([m for m in minute if m["active_s"] >= active / 2]),
+                  "complaints": sorted(set(complaints.texts)), "minute": minute,
+                  "kernel_caches": {name: os.environ.get(name) for name in CPU_ENVIRONMENT}, "conditions": conditions()}
+        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(minute[-1]), flush=True)
+    print(json.dumps({k: v for k, v in record.items() if k not in ("minute", "conditions")}, indent=1), flush=True)
     os._exit(0 if first_free == load.free_blocks and not load.counts["wrong"] else 1)
 
 
+def drift(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """What resident memory gains in MiB a minute, by least squares, with the standard error."""
+    minutes, rss = [s["active_s"] / 60 for s in samples], [s["rss_mib"] for s in samples]
+    if len(samples) < 3:
+        return {}
+    slope, start = statistics.linear_regression(minutes, rss)
+    spread = sum((m - statistics.fmean(minutes)) ** 2 for m in minutes)
+    left = sum((r - start - slope * m) ** 2 for m, r in zip(minutes, rss, strict=True))
+    return {"mib_per_minute": slope, "standard_error": (left / (len(samples) - 2) / spread) ** 0.5}
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], *(float(a) for a in sys.argv[2:3]))
+    main(sys.argv[1], *(float(a) for a in sys.argv[2:3]), *sys.argv[3:4])
