@@ -34,6 +34,20 @@ def test_summary_is_arithmetic() -> None:
     assert found["dense"].recovered.value == 1
 
 
+def test_times_of_batched_hops_are_left_out() -> None:
+    from kvbaton.bench.summary import cells
+
+    batched = run(measure="accuracy", batch=16)
+    found = summarise(batched)
+    assert {(s.ttft_ms, s.speed_up) for s in found} == {(None, None)}
+    assert cells("accuracy", found[0])[8:10] == ["–", "–"]
+    (shown,) = blocks([batched])
+    assert "16 questions at once" in shown.lead
+    assert not [t.title for t in shown.tables if "TTFT" in t.title]
+    assert [t.title for t in blocks([run(measure="accuracy", batch=1)])[0].tables if "TTFT" in t.title]
+    assert {c.quantity for c in regression.compare(batched, batched)} == {"score"}
+
+
 def test_a_question_that_a_method_lacks_is_left_out_for_all() -> None:
     whole = run()
     cut = RunFile(whole.path, whole.identity, whole.conditions, whole.records[:-1])

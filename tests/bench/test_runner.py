@@ -37,8 +37,8 @@ def engine() -> HFEngine:
 
 
 def spec(methods: tuple[str, ...] = ("full-shared", "epic"), n: int = 2, learn: int = 1, repeats: int = 1,
-         accuracy: bool = False) -> Evaluation:
-    measure = Accuracy(max_new_tokens=5) if accuracy else Fidelity()
+         accuracy: bool = False, batch: int = 1) -> Evaluation:
+    measure = Accuracy(max_new_tokens=5, batch=batch) if accuracy else Fidelity()
     return Evaluation(task("gsm8k"), tuple(recipe(m) for m in methods), n, learn, 0, repeats, 6, measure)
 
 
@@ -105,9 +105,9 @@ def test_a_second_run_measures_nothing_and_more_questions_extend(tmp_path: Path)
     assert len({r["question"] for r in longer.records}) == len({r["question"] for r in first.records}) + 2
 
 
-@pytest.mark.parametrize("accuracy", [False, True])
-def test_interrupted_anywhere_gives_the_same_result(tmp_path: Path, accuracy: bool) -> None:
-    evaluation = spec(("graphflow-bare",), n=2, accuracy=accuracy)
+@pytest.mark.parametrize(("accuracy", "batch"), [(False, 1), (True, 1), (True, 2)])
+def test_interrupted_anywhere_gives_the_same_result(tmp_path: Path, accuracy: bool, batch: int) -> None:
+    evaluation = spec(("graphflow-bare",), n=2 * batch, accuracy=accuracy, batch=batch)
     whole = run(tmp_path / "whole.jsonl", evaluation)
     calls = 0
 
@@ -148,6 +148,42 @@ def test_accuracy_scores_and_repeats(tmp_path: Path) -> None:
     scored = [r for r in got.records if not r["question"].startswith(ANSWERS)]
     assert {r["outcome"] for r in scored} == {"no answer in the stated format"}
     assert all(r["score"] == 0 and r["choice"] is None for r in scored)
+
+
+def test_a_batch_scores_as_its_questions_do_alone(tmp_path: Path) -> None:
+    """float32: the same tokens, one question after the other or four at once, the last batch being a smaller one."""
+    methods = ("full-shared", "hybrid")
+    alone, together = (run(tmp_path / f"{size}.jsonl", spec(methods, n=5, learn=2, accuracy=True, batch=size))
+                       for size in (1, 4))
+    sizes = {q: r["together"] for r in together.records if (q := r["question"]).isdigit()}
+    assert sorted(sizes.values()) == [1, 4, 4, 4, 4]
+    strip = [[{k: v for k, v in r.items() if k != "together"} for r in f.records] for f in (alone, together)]
+    assert plain(strip[0]) == plain(strip[1])
+
+
+def test_a_batch_that_was_half_written_is_run_whole_and_what_stands_is_kept(tmp_path: Path) -> None:
+    evaluation = spec(("full-shared",), n=4, learn=0, accuracy=True, batch=3)
+    whole = run(tmp_path / "whole.jsonl", evaluation)
+    lines = whole.path.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    marked = lines[1].replace('"outcome": "no answer in the stated format"', '"outcome": "as it stands"')
+    cut.write_text(lines[0] + marked)
+    again = run(cut, evaluation)
+    assert again.records[0]["outcome"] == "as it stands"
+    assert plain(again.records[1:]) == plain(whole.records[1:])
+    with pytest.raises(UsageError, match="batch was 3, now 2"):
+        run(cut, spec(("full-shared",), n=4, learn=0, accuracy=True, batch=2))
+
+
+def test_one_question_too_long_leaves_its_batch(tmp_path: Path) -> None:
+    rows = (*ROWS[:3], {"question": "0123456789" * 450, "answer": "So #### 1"})
+    loaded = data.Loaded("gsm8k", "toy.jsonl", "0" * 64, rows)
+    evaluation = spec(("full-shared",), n=4, learn=0, accuracy=True, batch=4)
+    got = Runner(engine(), evaluation, loaded, tmp_path / "run.jsonl", lambda done, total, what: None).run()
+    outcomes = {(r["question"], r["method"]): r["outcome"] for r in got.records}
+    assert len(outcomes) == 8
+    assert {key for key, outcome in outcomes.items() if outcome == "prompt too long"} == {
+        ("3", "dense"), ("3", "full-shared")}
 
 
 def test_a_method_with_other_settings_is_measured_anew(tmp_path: Path) -> None:

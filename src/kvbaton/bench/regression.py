@@ -9,7 +9,7 @@ from kvbaton.bench import stats
 from kvbaton.bench.page import Block, Table
 from kvbaton.bench.result import Record, RunFile
 from kvbaton.bench.stats import Interval
-from kvbaton.bench.summary import mean_over_hops, per_question, scored, written
+from kvbaton.bench.summary import mean_over_hops, per_question, scored, single_stream, written
 from kvbaton.errors import UsageError
 
 WORSE, BETTER, SAME = "regression", "improvement", "no difference shown"
@@ -53,8 +53,7 @@ def compare(old: RunFile, new: RunFile) -> list[Change]:
         if old.identity.get(name) != new.identity.get(name):
             raise UsageError(f"{old.path} and {new.path} cannot be compared: {name} is {old.identity.get(name)!r} "
                              f"and {new.identity.get(name)!r}")
-    kind = str(old.identity.get("measure"))
-    if kind not in QUANTITIES:
+    if str(old.identity.get("measure")) not in QUANTITIES:
         raise UsageError(f"only eval runs are compared, {old.path} is of kind {old.identity.get('kind')!r}")
     before, after = scored(old), scored(new)
     out = []
@@ -63,10 +62,15 @@ def compare(old: RunFile, new: RunFile) -> list[Change]:
         if not common:
             raise UsageError(f"{old.path} and {new.path} share no question for {method}")
         sides = [{q: side[method][q] for q in common} for side in (before, after)]
-        out += [_change(method, quantity, *sides) for quantity in QUANTITIES[kind]]
+        out += [_change(method, quantity, *sides) for quantity in _quantities(old)]
     if not out:
         raise UsageError(f"{old.path} and {new.path} share no method")
     return out
+
+
+def _quantities(run: RunFile) -> list[Quantity]:
+    """What is compared; no times where answers were decoded in batches."""
+    return [q for q in QUANTITIES[str(run.identity["measure"])] if q is not _TTFT or single_stream(run)]
 
 
 def _change(method: str, quantity: Quantity, old: Mapping[str, list[Record]],
@@ -86,7 +90,7 @@ def block(old: RunFile, new: RunFile) -> Block:
     bad = [c for c in changes if c.verdict == WORSE]
     lead = f"{len(bad)} regressions" if bad else "No regression shown"
     rows = [[c.method, c.quantity, f"{c.old:.5g}", c.written, c.verdict] for c in changes]
-    notes = "; ".join(f"{q.name} {q.slack:.0%}" for q in QUANTITIES[str(old.identity["measure"])])
+    notes = "; ".join(f"{q.name} {q.slack:.0%}" for q in _quantities(old))
     table = Table("New minus old", ["method", "quantity", "old", "difference (95 %)", "verdict"], rows,
                   f"Paired over questions. A verdict needs the whole interval beyond a share of the old: {notes}.")
     commits = [f"{c.get('commit')}{' (dirty)' if c.get('dirty') else ''}, {c.get('device')}" for c in

@@ -70,7 +70,10 @@ def _eval_block(run: RunFile) -> Block:
         lead += "; could not run on this model: " + "; ".join(f"{m} ({why})" for m, why in refusals.items())
     if kind == "accuracy":
         tables.append(_outcomes(found))
-    tables.append(_hops_table(run))
+    if summary.single_stream(run):
+        tables.append(_hops_table(run))
+    else:
+        lead += f"; answers decoded {run.identity['batch']} questions at once: no single-stream times"
     who = run.identity
     title = f"{who['task']}, {who['model']} {who['dtype']}, {kind}, {who['learn']} learned"
     return Block(title, lead, conditions(run), tables, _eval_pictures(run, kind, found))
@@ -131,15 +134,19 @@ def _eval_pictures(run: RunFile, kind: str, found: Sequence[Summary]) -> list[Pi
         label, log, smaller = "score", False, False
     out = []
     if quality:
-        by_time = [Dot(s.method, 1 / s.speed_up, q.value, q.low, q.high) for s, q in quality]
+        by_time = [Dot(s.method, 1 / s.speed_up, q.value, q.low, q.high) for s, q in quality if s.speed_up is not None]
         by_rows = [Dot(s.method, 1 - s.reuse, q.value, q.low, q.high) for s, q in quality]
-        out = [Picture(plots.pareto(by_time, "TTFT, share of dense", label, "Quality against TTFT", log, smaller),
-                       "Lower left is better." if smaller else "Upper left is better."),
-               Picture(plots.pareto(by_rows, "share of shared entries recomputed", label, "Quality against recompute",
-                                    log, smaller), "Dense fallbacks count as recomputed.")]
-    agents, ttft = _by_hop(run, "ttft_s")
-    milliseconds = {m: [(x, 1e3 * y) for x, y in points] for m, points in ttft.items()}
-    out.append(Picture(plots.lines(milliseconds, "hop", "TTFT, ms", "TTFT by hop", ticks=agents), "Medians."))
+        if by_time:
+            out.append(Picture(plots.pareto(by_time, "TTFT, share of dense", label, "Quality against TTFT", log,
+                                            smaller),
+                               "Lower left is better." if smaller else "Upper left is better."))
+        out.append(Picture(plots.pareto(by_rows, "share of shared entries recomputed", label,
+                                        "Quality against recompute", log, smaller),
+                           "Dense fallbacks count as recomputed."))
+    if summary.single_stream(run):
+        agents, ttft = _by_hop(run, "ttft_s")
+        milliseconds = {m: [(x, 1e3 * y) for x, y in points] for m, points in ttft.items()}
+        out.append(Picture(plots.lines(milliseconds, "hop", "TTFT, ms", "TTFT by hop", ticks=agents), "Medians."))
     out.append(_memory([s.method for s in found], {"learned": [s.learned_bytes for s in found],
                                                    "held for the run": [s.held_bytes for s in found]}))
     return out

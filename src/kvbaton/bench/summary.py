@@ -24,15 +24,15 @@ FULL = "full-shared"
 
 @dataclass(frozen=True)
 class Summary:
-    """A method's results. Fields that the measurement does not give are None.
+    """A method's results. Fields that the measurement does not give are None; times are None where hops were batched.
 
     ``gate_dense``: share of hops with handed-over text that ran dense; ``reuse``: effective reuse ratio of those hops.
     """
 
     method: str
     questions: int
-    ttft_ms: float
-    speed_up: float
+    ttft_ms: float | None
+    speed_up: float | None
     reuse: float
     gate_dense: float
     learned_bytes: int
@@ -88,21 +88,29 @@ def summarise(run: RunFile) -> list[Summary]:
     table = scored(run)
     if not table or not next(iter(table.values())):
         return []
-    return [_summary(method, table, str(run.identity["measure"])) for method in table]
+    return [_summary(method, table, run) for method in table]
 
 
-def _summary(method: str, table: Mapping[str, Mapping[str, list[Record]]], kind: str) -> Summary:
+def single_stream(run: RunFile) -> bool:
+    """Whether its times are those of one hop at a time: they are left out where answers were decoded in batches."""
+    return int(run.identity.get("batch", 1)) == 1
+
+
+def _summary(method: str, table: Mapping[str, Mapping[str, list[Record]]], run: RunFile) -> Summary:
     records = table[method]
     hops = [hop for q in sorted(records) for record in records[q] for hop in handed(record)]
     dense = [hop for q in sorted(records) for record in table[DENSE][q] for hop in handed(record)]
-    ratios = [d["ttft_s"] / h["ttft_s"] for d, h in zip(dense, hops, strict=False)]
+    ttft_ms = speed_up = None
+    if single_stream(run):
+        ttft_ms = 1e3 * stats.median([h["ttft_s"] for h in hops])
+        speed_up = stats.median([d["ttft_s"] / h["ttft_s"] for d, h in zip(dense, hops, strict=False)])
     common: dict[str, Any] = {
-        "method": method, "questions": len(records), "ttft_ms": 1e3 * stats.median([h["ttft_s"] for h in hops]),
-        "speed_up": stats.median(ratios), "reuse": sum(h["reuse"] for h in hops) / len(hops),
+        "method": method, "questions": len(records), "ttft_ms": ttft_ms, "speed_up": speed_up,
+        "reuse": sum(h["reuse"] for h in hops) / len(hops),
         "gate_dense": sum(h["dense"] for h in hops) / len(hops),
         "learned_bytes": max(h["learned_bytes"] for h in hops), "held_bytes": max(h["held_bytes"] for h in hops),
     }
-    special = _fidelity(method, table) if kind == "fidelity" else _accuracy(records, table[DENSE])
+    special = _fidelity(method, table) if run.identity["measure"] == "fidelity" else _accuracy(records, table[DENSE])
     return Summary(**common, **special)
 
 
@@ -152,8 +160,8 @@ def plain(interval: Interval | None, digits: int) -> str:
 
 def cells(kind: str, s: Summary) -> list[str]:
     """A summary as the cells of `COLUMNS`."""
-    tail = [f"{s.reuse:.3f}", f"{s.gate_dense:.2f}", f"{s.ttft_ms:.0f}", f"{s.speed_up:.2f}×",
-            f"{s.learned_bytes / 2**20:.1f}"]
+    times = ["–" if s.ttft_ms is None else f"{s.ttft_ms:.0f}", "–" if s.speed_up is None else f"{s.speed_up:.2f}×"]
+    tail = [f"{s.reuse:.3f}", f"{s.gate_dense:.2f}", *times, f"{s.learned_bytes / 2**20:.1f}"]
     if kind == "fidelity":
         return [s.method, written(s.kl, 5), plain(s.recovered, 3), plain(s.agree, 3), plain(s.gold_nll, 3),
                 plain(s.pgr, 2), *tail]
