@@ -78,7 +78,7 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
                     g = (b.start / (b.start + t)) ** rule.decay
                     x = torch.cat((a.k[layer, h, t], a.v[layer, h, t])).double()
                     y = (torch.cat((b.k[layer, h, t], b.v[layer, h, t])).double() - x) / g
-                    w = g * g * (len(a) - rule.skip_rows) / len(rows)
+                    w = g * g * min(len(a) - rule.skip_rows, rule.text_tokens) / len(rows)
                     n, sx, sy = n + w, sx + w * x, sy + w * y
                     gram, cross = gram + w * torch.outer(x, x), cross + w * torch.outer(x, y)
             mu, my = sx / n, sy / n
@@ -101,7 +101,8 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
 
 @pytest.mark.parametrize("rule", [Affine(), Affine(rank=3, ridge_tokens=20), Affine(rank=0), Affine(rank=None),
                                   Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0),
-                                  Affine(ridge_tokens=50, max_rows=7), Affine(max_rows=8, skip_rows=4)])
+                                  Affine(ridge_tokens=50, max_rows=7), Affine(max_rows=8, skip_rows=4),
+                                  Affine(text_tokens=11, skip_rows=2), Affine(text_tokens=12, max_rows=9)])
 def test_equals_plain_loop(rule: Affine) -> None:
     pairs = [kv_pair(seed, tokens=20 + seed, start=5 + seed) for seed in range(4)]
     source, _ = kv_pair(50)
@@ -285,7 +286,7 @@ def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept:
 
 
 def test_texts_are_counted_once_and_shrink_the_offset() -> None:
-    pair, rule = kv_pair(0), Affine(rank=0, decay=0.0)
+    pair, rule = kv_pair(0), Affine(rank=0, decay=0.0, offset_prior=1.0)
     state = learned(rule, [pair] * 3)
     assert (state.texts, state.record.learned) == (1, 3)
     assert state.map is not None
@@ -344,7 +345,7 @@ def test_bytes_are_the_formula() -> None:
 
 def test_misuse_is_refused() -> None:
     for wrong in ({"rank": -1}, {"ridge_tokens": 0.0}, {"forget": 0.0}, {"forget": 1.5}, {"skip_rows": -1},
-                  {"max_rows": 0}):
+                  {"max_rows": 0}, {"text_tokens": 0}):
         with pytest.raises(UsageError):
             Affine(**wrong)  # type: ignore[arg-type]
     rule = Affine()

@@ -29,7 +29,8 @@ class Affine:
     """A ridge map from a row's key and value to its offset.
 
     ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``ridge_tokens``: strength of the
-    ridge, as if that many tokens had said "no slope". ``offset_prior`` p: the mean offset of m texts counts
+    ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens beside
+    it, however long it is, because its rows share one topic. ``offset_prior`` p: the mean offset of m texts counts
     m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades). ``skip_rows``:
     first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`). ``max_rows``:
     a longer text is learned from that many of its rows, spread over it, which then stand for all: the rows of one text
@@ -40,7 +41,8 @@ class Affine:
     rank: int | None = 8
     ridge_tokens: float = 500.0
     decay: float = 0.5
-    offset_prior: float = 1.0
+    text_tokens: int = 128
+    offset_prior: float = 2.0
     forget: float = 1.0
     skip_rows: int = 0
     max_rows: int = 512
@@ -54,8 +56,8 @@ class Affine:
             raise UsageError(f"rank must be None (full) or 0 and more, got {self.rank}")
         if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
             raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
-        if self.max_rows < 1:
-            raise UsageError(f"max_rows must be 1 or more, got {self.max_rows}")
+        if self.max_rows < 1 or self.text_tokens < 1:
+            raise UsageError(f"max_rows and text_tokens must be 1 or more, got {self.max_rows} and {self.text_tokens}")
         if not 0 < self.forget <= 1:
             raise UsageError(f"forget is what remains of the past after a text, above 0 up to 1, got {self.forget}")
 

@@ -79,7 +79,7 @@ class AffineState:
         rows = spread_rows(self.rule.skip_rows, len(source), self.rule.max_rows, source.k.device)
         if not len(rows):
             return
-        stands_for = ((len(source) - self.rule.skip_rows) / len(rows)) ** 0.5
+        stands_for = (min(len(source) - self.rule.skip_rows, self.rule.text_tokens) / len(rows)) ** 0.5
         first = self.sums is None
         sums = self.sums or Sums.zeros(*self._shape, source.k.device)
         if self.rule.forget < 1:
