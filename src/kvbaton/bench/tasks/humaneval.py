@@ -16,6 +16,8 @@ from kvbaton.bench.tasks.base import REFUSED, Question, Score, peers
 
 _FENCE = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _BLOCK = "one block fenced by ```python and ```"
+_A_FEW_LINES = 128
+"""Tokens; small models go on for hundreds, whatever they are told."""
 _ASK = "Complete this Python function.\n\n{question}"
 
 
@@ -44,12 +46,13 @@ class HumanEval:
         return (
             Agent("planner", system="You plan Python functions: inputs, outputs, edge cases, and the algorithm in "
                                     "a few lines. You write no code.",
-                  prompt=f"{_ASK}\n\nPlan it."),
+                  prompt=f"{_ASK}\n\nPlan it.", max_new_tokens=_A_FEW_LINES),
             Agent("programmer", system=f"You write short, correct Python. Reply with the whole function in {_BLOCK}.",
                   prompt=f"{_ASK}{peers('planner')}\n\nWrite the function."),
             Agent("tester", system="You test Python code by hand: you run the examples in your head and name every "
                                    "mistake in a few lines.",
-                  prompt=f"{_ASK}{peers('planner', 'programmer')}\n\nWhat fails, if anything?"),
+                  prompt=f"{_ASK}{peers('planner', 'programmer')}\n\nWhat fails, if anything?",
+                  max_new_tokens=_A_FEW_LINES),
             Agent("editor", system="You hand in the final code after reading what your colleagues wrote. Reply with "
                                    f"the whole function, imports included, in {_BLOCK}.",
                   prompt=f"{_ASK}{peers('planner', 'programmer', 'tester')}\n\nHand in the final function."),
