@@ -62,7 +62,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the child may use."""
+    """What the child may use. ``seconds`` of processor time; of the wall clock three times that, for busy machines."""
 
     seconds: int = 10
     memory_bytes: int = 1 << 30
@@ -91,7 +91,7 @@ def run(source: str, limits: Limits | None = None) -> Outcome:
                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         text = f"{nonce}\n{source}".encode("utf-8", "surrogatepass")
         try:
-            said, _ = child.communicate(text, timeout=limits.seconds + 2)
+            said, _ = child.communicate(text, timeout=3 * limits.seconds + 2)
         except subprocess.TimeoutExpired:
             return Outcome.TIMEOUT
         finally:
