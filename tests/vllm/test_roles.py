@@ -244,6 +244,17 @@ def test_learned_state_is_saved_and_read_again(tmp_path) -> None:
     assert check_file(file).edges
 
 
+def test_learning_leaves_the_threads_to_the_server(monkeypatch) -> None:
+    """vLLM binds its threads to cores and refuses, with a warning, to have their number set."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    server = PagedServer()
+    play(server, small("affine"))
+    server.worker.drain()
+    assert server.worker.memories
+    assert not asked
+
+
 def test_a_claim_that_is_asked_again_says_the_same() -> None:
     """S6: a look-up that is repeated because no block was free must not count anything twice."""
     from paged import PagedRequest

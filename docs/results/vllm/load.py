@@ -206,7 +206,7 @@ def main(out: str, minutes: float = 30.0, engine: str = "kvbaton") -> None:
     with tempfile.TemporaryDirectory() as folder:
         load = Load(start(folder, **(kvbaton() if engine == "kvbaton" else {})))
     first_free, process = load.free_blocks, psutil.Process()
-    active, minute, begun = 0.0, [], time.monotonic()
+    active, minute, begun, made = 0.0, [], time.monotonic(), conditions()
     while active < 60 * minutes:
         teams = [Team(load.draw.choice(GROUPS), load.draw.choice(METHODS), load.new(load.draw.choice((60, 150, 250))),
                       load.draw.random() < 0.7) for _ in range(load.draw.randrange(1, 5))]
@@ -218,9 +218,10 @@ def main(out: str, minutes: float = 30.0, engine: str = "kvbaton") -> None:
                        "free_blocks": load.free_blocks, **load.held(), **load.counts})
         record = {"engine": engine, "minutes": active / 60, "wall_minutes": (time.monotonic() - begun) / 60,
                   "counts": load.counts, "blocks": [first_free, load.free_blocks],
-                  "last_half": drift([m for m in minute if m["active_s"] >= active / 2]),
+                  "drift": {f"last {n} minutes": drift([m for m in minute if m["active_s"] >= active - 60 * n])
+                            for n in (15, 10, 5)},
                   "complaints": sorted(set(complaints.texts)), "minute": minute,
-                  "kernel_caches": {name: os.environ.get(name) for name in CPU_ENVIRONMENT}, "conditions": conditions()}
+                  "kernel_caches": {name: os.environ.get(name) for name in CPU_ENVIRONMENT}, "conditions": made}
         Path(out).write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps(minute[-1]), flush=True)
     print(json.dumps({k: v for k, v in record.items() if k not in ("minute", "conditions")}, indent=1), flush=True)

@@ -21,6 +21,7 @@ def serve(
     reuse: Annotated[str, typer.Option(help="asked: for requests that ask for it. all: for every request.")] = "asked",
     group: Annotated[str, typer.Option(help="Sharing group of requests that name none.")] = "default",
     store_gib: Annotated[float, typer.Option(help="KV of shared text kept for reuse.", min=0)] = 2.0,
+    learned_gib: Annotated[float, typer.Option(help="Learned state kept, per group and method.", min=0)] = 2.0,
     state_dir: Annotated[Path | None, typer.Option(help="Folder that keeps what was learned between starts.")] = None,
     stock_scheduler: Annotated[bool, typer.Option(
         "--stock-scheduler", help="Keep vLLM's own scheduler: reuse then ends at the first gap in a prompt.")] = False,
@@ -36,7 +37,8 @@ def serve(
     from kvbaton.vllm.options import ServerOptions
 
     options = ServerOptions(method=method, set=tuple(settings or ()), apply=reuse, group=group,
-                            store_bytes=int(store_gib * 2**30), state_dir=str(state_dir) if state_dir else None)
+                            store_bytes=int(store_gib * 2**30), memory_bytes=int(learned_gib * 2**30),
+                            state_dir=str(state_dir) if state_dir else None)
     wanted = Serve(model, options, host, port, dtype, not stock_scheduler, tuple(context.args))
     if not show:
         run(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec
 
 import torch
@@ -19,9 +20,10 @@ class Learner:
     first error that a job lets out is raised by the next `drain`.
     """
 
-    def __init__(self) -> None:
-        threads = max(1, torch.get_num_threads() // 2)  # the rest goes on decoding
-        self._pool = ThreadPoolExecutor(1, "kvbaton-learn", torch.set_num_threads, (threads,))
+    def __init__(self, threads: int | None = None) -> None:
+        """``threads``: PyTorch's own inside a job; None: as many as its host gives every thread."""
+        limit = None if threads is None else partial(torch.set_num_threads, threads)
+        self._pool = ThreadPoolExecutor(1, "kvbaton-learn", limit)
         self._seconds = 0.0
         self._problem: Exception | None = None
 

@@ -78,7 +78,7 @@ class Session:
         _same_corrector(self.memory, recipe)
         self._prefixes = PrefixCache() if prefix_cache else PrefixCache(budget_bytes=0)
         self._own: dict[str, RunStore] = {}
-        self._learner = Learner()
+        self._learner = Learner(max(1, torch.get_num_threads() // 2))  # the rest goes on decoding
         self._auditor = Auditor(engine, self.memory, audit)
         self._busy = threading.Lock()
 

@@ -105,10 +105,10 @@ class ServerOptions:
     """``kv_connector_extra_config``.
 
     ``store_bytes``: KV of shared text kept for reuse, over all workers; the text used longest ago goes first.
-    ``memory_bytes``: learned state per group and method; ``max_lanes``: groups x methods kept at a time, the idle one
-    used longest ago goes first. ``window``: shortest text, in tokens, that is found by
-    content. ``role_tokens``: an agent that gives no name is known by its first tokens. ``state_dir``: learned state
-    is read from and saved to this folder.
+    ``memory_bytes``: learned state per group and method, None: no limit; the edge used longest ago goes first.
+    ``max_lanes``: groups x methods kept at a time, the idle one used longest ago goes first. ``window``: shortest
+    text, in tokens, that is found by content. ``role_tokens``: an agent that gives no name is known by its first
+    tokens. ``state_dir``: learned state is read from and saved to this folder.
     """
 
     method: str = "hybrid"
@@ -116,7 +116,7 @@ class ServerOptions:
     apply: str = "asked"
     group: str = "default"
     store_bytes: int = 2 * 2**30
-    memory_bytes: int | None = None
+    memory_bytes: int | None = 2 * 2**30
     max_lanes: int = 64
     window: int = 16
     role_tokens: int = 32
