@@ -19,6 +19,16 @@ def test_table_from_results(tmp_path: Path) -> None:
     assert "n 12, learned from 1, seed 0, tiny float32, cpu, 1 thread, commit abc123, dirty" in text
 
 
+def test_scores_stand_beside_the_difference_to_dense(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "a.jsonl", {**IDENTITY, "measure": "accuracy"}, CONDITIONS) as journal:
+        for record in run(measure="accuracy").records:
+            journal.append({**record, "recipe": "x"})
+    text = proof.proof(proof.runs(tmp_path))
+    assert "| method | gsm8k score, tiny float32, 1 learned |" in text
+    assert "| `dense` | 50% |" in text
+    assert "| `kvcmas` | 50% (+0%, +0% to +0%) |" in text
+
+
 def test_splice() -> None:
     assert proof.splice("a\n<!-- proof -->\nold\n<!-- /proof -->\nb", "new") == \
         "a\n<!-- proof -->\nnew\n<!-- /proof -->\nb"

@@ -14,7 +14,7 @@ from kvbaton.bench.summary import FULL, summarise
 LEAST = 8
 """A run over fewer questions is a sketch, not a proof."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
-_ORDER = ("full-shared", "cacheblend", "epic", "relaycaching", "kvcomm", "kvcmas", "shift", "affine", "hybrid")
+_ORDER = (DENSE, "full-shared", "cacheblend", "epic", "relaycaching", "kvcomm", "kvcmas", "shift", "affine", "hybrid")
 
 
 def runs(folder: Path) -> list[RunFile]:
@@ -28,7 +28,7 @@ def proof(found: Sequence[RunFile]) -> str:
     notes = []
     for run in found:
         kind = run.identity.get("measure", run.identity.get("kind"))
-        made = {"fidelity": _fidelity, "single": _speed}.get(str(kind), lambda _: {})(run)
+        made = {"fidelity": _fidelity, "accuracy": _accuracy, "single": _speed}.get(str(kind), lambda _: {})(run)
         columns |= made
         if made:
             notes.append(_note(run))
@@ -37,7 +37,8 @@ def proof(found: Sequence[RunFile]) -> str:
         return ""
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
     text = ("Divergence from dense prefill, KL in nats a token over the dense answers (share of `full-shared`'s that "
-            "is taken\naway, share of shared entries that it recomputed, dense fallbacks included).")
+            "is taken\naway, share of shared entries that it recomputed, dense fallbacks included); score of the "
+            "answers (paired\ndifference to dense, 95 %); how much sooner than dense the first token comes.")
     return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), "\n".join(notes)])
 
 
@@ -51,6 +52,17 @@ def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
         return {}
     who = run.identity
     return {f"{who['task']}, {who['model']} {who['dtype']}, {who['learn']} learned": cells}
+
+
+def _accuracy(run: RunFile) -> dict[str, dict[str, str]]:
+    cells = {}
+    for s in summarise(run):
+        if s.score is not None and s.questions >= LEAST:
+            change = "" if s.difference is None or s.method == DENSE else \
+                f" ({s.difference.value:+.0%}, {s.difference.low:+.0%} to {s.difference.high:+.0%})"
+            cells[s.method] = f"{s.score.value:.0%}{change}"
+    who = run.identity
+    return {f"{who['task']} score, {who['model']} {who['dtype']}, {who['learn']} learned": cells} if cells else {}
 
 
 def _speed(run: RunFile) -> dict[str, dict[str, str]]:
