@@ -36,9 +36,8 @@ def proof(found: Sequence[RunFile]) -> str:
     if not methods:
         return ""
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
-    text = ("Divergence from dense prefill, KL in nats a token over the dense answers (share of `full-shared`'s that "
-            "is taken\naway, share of shared entries that it recomputed, dense fallbacks included); score of the "
-            "answers (paired\ndifference to dense, 95 %); how much sooner than dense the first token comes.")
+    text = ("KL to dense prefill, nats a token (share of `full-shared`'s that is taken away, share of shared entries that "
+            "it\nrecomputed, fallbacks included); score (paired difference to dense, 95 %); dense TTFT over the method's.")
     return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), "\n".join(notes)])
 
 
