@@ -76,9 +76,9 @@ def _note(run: RunFile) -> str:
     last = run.conditions[-1]
     what = f"{run.identity.get('task', 'speed')}: n {len({r['question'] for r in run.records if 'recipe' in r})}" \
         if run.identity["kind"] == "eval" else f"speed: {last['repeats']} repeats"
-    dirty = ", dirty" if last["dirty"] else ""
+    sittings = dict.fromkeys(made["commit"] + (" (dirty)" if made["dirty"] else "") for made in run.conditions)
     return (f"- {what}, learned from {run.identity['learn']}, seed {run.identity['seed']}, {run.identity['model']} "
-            f"{run.identity['dtype']}, {last['device']}, {last['threads']} thread, commit {last['commit']}{dirty}, "
+            f"{run.identity['dtype']}, {last['device']}, {last['threads']} thread, commit {', '.join(sittings)}, "
             f"`{last['command']}`")
 
 
