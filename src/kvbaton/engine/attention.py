@@ -110,15 +110,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, call: AttentionCall
     if _causal_square(rows, call):
         return _attend_causal(q, k, v, rows, call)
     out = torch.empty_like(q)
-    for (start, end, slots), bias in zip(rows.blocks, rows.biases(call.window, q.dtype), strict=True):
+    for index, (start, end, slots) in enumerate(rows.blocks):
         block, keys, values = q[:, start:end], k[None, :, :slots], v[None, :, :slots]
         single = end - start == 1
         if single:
             block = block.reshape(len(k), -1, q.shape[-1])  # a group's heads as rows: keys are read once
         sees_all = single and call.window is None and not rows.bottom_right
-        out[:, start:end] = F.scaled_dot_product_attention(
-            block[None], keys, values, attn_mask=None if sees_all else bias, scale=call.scale,
-            enable_gqa=True)[0].view(len(q), -1, q.shape[-1])
+        bias = None if sees_all else rows.biases(call.window, q.dtype)[index]
+        found = F.scaled_dot_product_attention(block[None], keys, values, attn_mask=bias, scale=call.scale,
+                                               enable_gqa=True)
+        out[:, start:end] = found[0].view(len(q), -1, q.shape[-1])
     return out
 
 
