@@ -9,7 +9,7 @@ from kvbaton.bench import speed_table
 from kvbaton.bench.page import Table, markdown_table
 from kvbaton.bench.result import RunFile, read
 from kvbaton.bench.runner import DENSE
-from kvbaton.bench.summary import FULL, summarise
+from kvbaton.bench.summary import FULL, Summary, summarise
 
 LEAST = 8
 """A run over fewer questions is a sketch, not a proof."""
@@ -43,25 +43,31 @@ def proof(found: Sequence[RunFile]) -> str:
 
 def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
     cells = {}
-    for s in summarise(run):
-        if s.kl is not None and s.method != DENSE and s.questions >= LEAST:
+    for s in _enough(run):
+        if s.kl is not None and s.method != DENSE:
             gain = "" if s.recovered is None or s.method == FULL else f"{s.recovered.value:.0%} off, "
             cells[s.method] = f"{s.kl.value:.4f} ({gain}{1 - s.reuse:.0%} recomputed)"
-    if not cells:
-        return {}
-    who = run.identity
-    return {f"{who['task']}, {who['model']} {who['dtype']}, {who['learn']} learned": cells}
+    return _column(run, "", cells)
 
 
 def _accuracy(run: RunFile) -> dict[str, dict[str, str]]:
     cells = {}
-    for s in summarise(run):
-        if s.score is not None and s.questions >= LEAST:
+    for s in _enough(run):
+        if s.score is not None:
             change = "" if s.difference is None or s.method == DENSE else \
                 f" ({s.difference.value:+.0%}, {s.difference.low:+.0%} to {s.difference.high:+.0%})"
             cells[s.method] = f"{s.score.value:.0%}{change}"
+    return _column(run, " score", cells)
+
+
+def _enough(run: RunFile) -> list[Summary]:
+    return [s for s in summarise(run) if s.questions >= LEAST]
+
+
+def _column(run: RunFile, what: str, cells: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The column of an evaluation under its title; none without cells."""
     who = run.identity
-    return {f"{who['task']} score, {who['model']} {who['dtype']}, {who['learn']} learned": cells} if cells else {}
+    return {f"{who['task']}{what}, {who['model']} {who['dtype']}, {who['learn']} learned": cells} if cells else {}
 
 
 def _speed(run: RunFile) -> dict[str, dict[str, str]]:
