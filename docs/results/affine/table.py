@@ -82,9 +82,7 @@ def edges(run: RunFile) -> list[str]:
 
 DUELS = [
     ("affine@10", "kvcmas@10"), ("affine@10", "kvcmas+4@10"), ("affine@10", "shift@10"), ("hybrid@10", "first"),
-    ("hybrid@10", "affine@10"), ("hybrid@10", "kvcmas+4@10"), ("hybrid-4@10", "first-4"), ("hybrid-4@10", "affine@10"),
-    ("hybrid-4@10", "kvcmas+4@10"), ("hybrid-4@10", "cacheblend"), ("hybrid-4@10", "kvcomm@10"),
-    ("hybrid-size@10", "hybrid-4@10"), ("hybrid-size-20@10", "hybrid-20@10"),
+    ("hybrid@10", "affine@10"), ("hybrid@10", "kvcmas+4@10"), ("hybrid@10", "cacheblend"),
 ]
 
 
