@@ -93,7 +93,7 @@ def test_bench_single(tmp_path: Path) -> None:
     (["eval", "gsm8k", "--methods", "dens"], UnknownName, "dense"),
     (["eval", "gsm8k", "--methods", ","], UsageError, "one method"),
     (["eval", "gsm8k", "--methods", "dense", "--measure", "accurate"], UnknownName, "accuracy"),
-    (["eval", "gsm8k", "--methods", "dense", "--batch", 4], UsageError, "--batch 4 goes with --measure accuracy"),
+    (["eval", "gsm8k", "--methods", "dense", "--batch", 0], UsageError, "1 question or more"),
     (["eval", "gsm8k", "--methods", "dense", "--measure", "accuracy", "--batch", 0], UsageError, "1 question or more"),
     (["eval", "gsm8k", "--methods", "epic", "--set", "epic:selector.row=1"], UnknownName, r"selector\.rows"),
     (["eval", "gsm8k", "--methods", "dense", "--data", "absent.jsonl"], DataError, "no data file"),

@@ -38,7 +38,7 @@ def engine() -> HFEngine:
 
 def spec(methods: tuple[str, ...] = ("full-shared", "epic"), n: int = 2, learn: int = 1, repeats: int = 1,
          accuracy: bool = False, batch: int = 1) -> Evaluation:
-    measure = Accuracy(max_new_tokens=5, batch=batch) if accuracy else Fidelity()
+    measure = Accuracy(max_new_tokens=5, batch=batch) if accuracy else Fidelity(batch)
     return Evaluation(task("gsm8k"), tuple(recipe(m) for m in methods), n, learn, 0, repeats, 6, measure)
 
 
@@ -105,7 +105,7 @@ def test_a_second_run_measures_nothing_and_more_questions_extend(tmp_path: Path)
     assert len({r["question"] for r in longer.records}) == len({r["question"] for r in first.records}) + 2
 
 
-@pytest.mark.parametrize(("accuracy", "batch"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("accuracy", "batch"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 def test_interrupted_anywhere_gives_the_same_result(tmp_path: Path, accuracy: bool, batch: int) -> None:
     evaluation = spec(("graphflow-bare",), n=2 * batch, accuracy=accuracy, batch=batch)
     whole = run(tmp_path / "whole.jsonl", evaluation)
@@ -159,6 +159,20 @@ def test_a_batch_scores_as_its_questions_do_alone(tmp_path: Path) -> None:
     assert sorted(sizes.values()) == [1, 4, 4, 4, 4]
     strip = [[{k: v for k, v in r.items() if k != "together"} for r in f.records] for f in (alone, together)]
     assert plain(strip[0]) == plain(strip[1])
+
+
+def test_dense_answers_decoded_together_are_those_decoded_alone(tmp_path: Path) -> None:
+    """float32: same answers and divergences; every answer is written once, as soon as its batch is there."""
+    alone, together = (run(tmp_path / f"{size}.jsonl", spec(("full-shared",), n=3, learn=2, batch=size))
+                       for size in (1, 2))
+    assert "decoded_together" not in alone.identity
+    assert together.identity["decoded_together"] == 2
+    answers = [[r for r in f.records if r["question"].startswith(ANSWERS)] for f in (alone, together)]
+    assert len(answers[1]) == 5
+    assert plain(answers[0]) == plain(answers[1])
+    for one, other in zip(*(sorted((r for r in f.records if "gold_nll" in r), key=lambda r: (r["question"], r["method"]))
+                            for f in (alone, together)), strict=True):
+        assert other["gold_nll"] == pytest.approx(one["gold_nll"], abs=1e-5)
 
 
 def test_a_batch_that_was_half_written_is_run_whole_and_what_stands_is_kept(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class Scene:
 class Measure(Protocol):
     """One kind of measurement. `open` is called once a question, before any method.
 
-    ``batch``: questions that are measured together.
+    ``batch``: questions that are measured together; ``decoded_together``: questions whose dense answers are.
     """
 
     @property
@@ -108,6 +108,9 @@ class Measure(Protocol):
     @property
     def batch(self) -> int: ...
 
+    @property
+    def decoded_together(self) -> int: ...
+
     def open(self, scene: Scene, reference: Session) -> None: ...
 
     def measure(self, scenes: Sequence[Scene], session: Session, repeat: int) -> list[Record]:
@@ -122,15 +125,23 @@ class Fidelity:
     Kept are a run's first hop and every hop that could reuse something.
 
     The reference runs without the prefix cache, every measured session with it: the dense method's own divergence is
-    then the noise floor of the arithmetic.
+    then the noise floor of the arithmetic. Dense answers of ``decoded_together`` questions are generated at once; in
+    bfloat16 that may choose other tokens, so it belongs to the identity of the results where it is not 1.
     """
 
+    decoded_together: int = 1
     name: ClassVar[str] = "fidelity"
-    settings: ClassVar[Mapping[str, Any]] = {}
     needs_answers: ClassVar[bool] = True
     batch: ClassVar[int] = 1
     _truth: list[HopResult] = field(default_factory=list)
     _floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_batch(self.decoded_together)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {} if self.decoded_together == 1 else {"decoded_together": self.decoded_together}
 
     def open(self, scene: Scene, reference: Session) -> None:
         self._truth = replay(reference, scene.turns)
@@ -151,6 +162,11 @@ class Fidelity:
             handed.wrote(turn.prompt.reader, turn.answer)
         run.clear()
         return [{"hops": hops, "gold_nll": gold_nll, "floor_nll": self._floor}]
+
+
+def _check_batch(size: int) -> None:
+    if size < 1:
+        raise UsageError(f"a batch holds 1 question or more, got {size}")
 
 
 def _gold_nll(scene: Scene, session: Session, prompt: Prompt, run: RunStore | None = None) -> float:
@@ -174,8 +190,11 @@ class Accuracy:
     needs_answers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UsageError(f"a batch holds 1 question or more, got {self.batch}")
+        _check_batch(self.batch)
+
+    @property
+    def decoded_together(self) -> int:
+        return self.batch
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -3,7 +3,8 @@
     learn questions ──▶ dense answers ──▶ each method is taught once and held still
     each question   ──▶ dense answers ──▶ method 1, method 2, … (order turns by one a question) ──▶ one record each
 
-A measure may take a batch of questions at once; its records are written when the batch ends.
+A measure may take a batch of questions at once; its records are written when the batch ends. Dense answers are
+decoded for as many questions together as the measure says, when the first of them is needed.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ def questions(task: Task, rows: Sequence[data.Row], spec: Evaluation) -> tuple[l
     return [q for q in made[0] if q], [q for q in made[1] if q]
 
 
+def batches(drawn: Sequence[Question], size: int) -> list[Sequence[Question]]:
+    """Cut by the place in the draw, whatever was measured already: a batch that is run again is the same batch."""
+    return [drawn[start:start + size] for start in range(0, len(drawn), size)]
+
+
 def digest(written: str) -> str:
     """Short hash of a recipe's ``repr``: a method of the same name with other hyper-parameters is measured anew."""
     return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
@@ -90,6 +96,8 @@ class Runner:
         self._engine, self._spec, self._out, self._step = engine, spec, out, step
         self._script = Script(engine.text, spec.task.agents(), engine.eos_ids)
         self._learn, self._test = questions(spec.task, loaded.rows, spec)
+        self._together = {question.id: batch for part in (self._learn, self._test)
+                          for batch in batches(part, spec.measure.decoded_together) for question in batch}
         self._loaded = loaded
         self._refused: set[str] = set()
         self._writer = Session(engine, recipe_of(DENSE))
@@ -119,16 +127,11 @@ class Runner:
         """Batches of questions with the methods still to be measured on them, in an order that turns by one a batch."""
         recipes = self._spec.recipes()
         for repeat in range(self._spec.repeats):
-            for i, batch in enumerate(self._batches(self._test)):
+            for i, batch in enumerate(batches(self._test, self._spec.measure.batch)):
                 turned = recipes[i % len(recipes):] + recipes[:i % len(recipes)]
                 left = tuple(r for r in turned if not all(self._known(journal, q, r, repeat) for q in batch))
                 if left:
                     yield repeat, batch, left
-
-    def _batches(self, questions: Sequence[Question]) -> list[Sequence[Question]]:
-        """Cut by the place in the draw, whatever was measured already: a batch that is run again is the same batch."""
-        size = self._spec.measure.batch
-        return [questions[start:start + size] for start in range(0, len(questions), size)]
 
     def _known(self, journal: Journal, question: Question, recipe: Recipe, repeat: int) -> bool:
         """Measured already, with the same hyper-parameters."""
@@ -138,10 +141,10 @@ class Runner:
         total = len(self._learn) + sum(len(batch) * len(left) for _, batch, left in todo)
         lessons: list[Chain] = []
         done = 0
-        for batch in self._batches(self._learn):
-            self._step(done, total, f"dense answers to learn from ({_names(batch)})")
-            lessons += [turns for turns in self._answers(journal, batch) if turns]
-            done += len(batch)
+        for question in self._learn:
+            self._step(done, total, f"dense answers to learn from ({_names(self._together[question.id])})")
+            lessons += [turns for turns in self._answers(journal, [question]) if turns]
+            done += 1
         with ExitStack() as open_sessions:
             reference = open_sessions.enter_context(Session(self._engine, recipe_of(DENSE), prefix_cache=False))
             casts: dict[str, Session] = {}
@@ -198,12 +201,17 @@ class Runner:
 
     def _answers(self, journal: Journal, batch: Sequence[Question]) -> list[Chain | None]:
         """The team's dense answers, from the file if they are there; None where a prompt exceeds the context."""
-        if not all(_answers_of(question) in journal.done for question in batch):
-            for question, record in zip(batch, self._generate(batch), strict=True):
-                if _answers_of(question) not in journal.done:
-                    name, method, repeat = _answers_of(question)
-                    journal.append({"question": name, "method": method, "repeat": repeat, **record})
+        for question in batch:
+            if _answers_of(question) not in journal.done:
+                self._answer(journal, self._together[question.id])
         return [self._chain(question, journal.done[_answers_of(question)]) for question in batch]
+
+    def _answer(self, journal: Journal, batch: Sequence[Question]) -> None:
+        """Generate the dense answers of a batch; what a kill left of it on file stands."""
+        for question, record in zip(batch, self._generate(batch), strict=True):
+            if _answers_of(question) not in journal.done:
+                name, method, repeat = _answers_of(question)
+                journal.append({"question": name, "method": method, "repeat": repeat, **record})
 
     def _chain(self, question: Question, answers: Record) -> Chain | None:
         if answers.get("skipped"):

@@ -47,7 +47,7 @@ def evaluate(
     measure: Annotated[str, typer.Option(help="fidelity (answers forced) or accuracy (generated).")] = "fidelity",
     answer_tokens: Annotated[int, typer.Option(help="Longest answer of an agent.")] = 64,
     temperature: Annotated[float, typer.Option(help="Accuracy only; 0 is greedy.")] = 0.0,
-    batch: Annotated[int, typer.Option(help="Accuracy only: questions whose answers are decoded together.")] = 1,
+    batch: Annotated[int, typer.Option(help="Questions whose answers are decoded together.")] = 1,
     repeats: Annotated[int, typer.Option(help="Accuracy only: seeds a question.")] = 1,
     seed: Annotated[int, typer.Option(help="Draws the questions; sampling starts from it.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Results file; default runs/TASK-MODEL-MEASURE.jsonl.")] = None,
@@ -58,13 +58,12 @@ def evaluate(
     from kvbaton.bench.measures import Accuracy, Fidelity, Measure
     from kvbaton.bench.runner import Evaluation
     from kvbaton.bench.tasks import task as task_of
-    from kvbaton.errors import UnknownName, UsageError
+    from kvbaton.errors import UnknownName
 
-    kinds: dict[str, Measure] = {"fidelity": Fidelity(), "accuracy": Accuracy(answer_tokens, temperature, seed, batch)}
+    kinds: dict[str, Measure] = {"fidelity": Fidelity(batch),
+                                 "accuracy": Accuracy(answer_tokens, temperature, seed, batch)}
     if measure not in kinds:
         raise UnknownName("measure", measure, kinds)
-    if kinds[measure].batch != batch:
-        raise UsageError(f"--batch {batch} goes with --measure accuracy: fidelity forces one answer after the other")
     recipes = recipes_of(methods, settings)
     spec = Evaluation(task_of(task), recipes, n, learn, seed, repeats, answer_tokens, kinds[measure])
     out = out or Path("runs") / f"{task}-{Path(model).name}-{measure}.jsonl"
