@@ -170,8 +170,9 @@ def test_dense_answers_decoded_together_are_those_decoded_alone(tmp_path: Path) 
     answers = [[r for r in f.records if r["question"].startswith(ANSWERS)] for f in (alone, together)]
     assert len(answers[1]) == 5
     assert plain(answers[0]) == plain(answers[1])
-    for one, other in zip(*(sorted((r for r in f.records if "gold_nll" in r), key=lambda r: (r["question"], r["method"]))
-                            for f in (alone, together)), strict=True):
+    scored = [sorted((r for r in f.records if "gold_nll" in r), key=lambda r: (r["question"], r["method"]))
+              for f in (alone, together)]
+    for one, other in zip(*scored, strict=True):
         assert other["gold_nll"] == pytest.approx(one["gold_nll"], abs=1e-5)
 
 
