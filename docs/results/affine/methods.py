@@ -37,11 +37,11 @@ def methods() -> dict[str, Recipe]:
         "hybrid-size": _changed("hybrid", selector=CorrectionSize(share=0.1)),
         "hybrid-size-20": _changed("hybrid", selector=CorrectionSize(share=0.2)),
         "affine-full": _affine(rank=None),
-        "affine-r4": _affine(rank=4),
+        "affine-r8": _affine(rank=8),
         "affine-r16": _affine(rank=16),
-        "affine-r32": _affine(rank=32),
+        "affine-alone-r8": _affine(rank=8, heads=Heads.PER_HEAD),
+        "affine-alone-r32": _affine(rank=32, heads=Heads.PER_HEAD),
         "affine-split": _affine(rank=None, inputs=Inputs.SPLIT),
-        "affine-joint-r32": _affine(rank=32, heads=Heads.JOINT),
         "affine-skip4": _affine(skip_rows=4),
         "affine-p0": _affine(decay=0.0),
         "affine-p1": _affine(decay=1.0),
@@ -50,8 +50,7 @@ def methods() -> dict[str, Recipe]:
         "affine-l1000": _affine(ridge_tokens=1000.0),
         "affine-l2000": _affine(ridge_tokens=2000.0),
         "affine-prior0": _affine(offset_prior=0.0),
-        "affine-prior.5": _affine(offset_prior=0.5),
-        "affine-prior2": _affine(offset_prior=2.0),
+        "affine-prior1": _affine(offset_prior=1.0),
     }
     for name in {"cacheblend", "relaycaching", "epic", "prophetkv", "kvcmas", "kvcmas-origin", "kvcomm"} & set(names()):
         table[name] = _changed(name)

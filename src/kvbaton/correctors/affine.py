@@ -1,7 +1,7 @@
 """Affine: what the reader's prefix changes in a key and value, as a linear map of that key and value. Ours.
 
-On an edge the offset of a token is to a large part a function of the token's own key and value, so one small map a
-layer and KV head, updated in closed form on every dense hop, serves every text of the edge:
+On an edge the offset of a token is to a large part a function of the token's own keys and values, so one small map a
+layer and group of KV heads, updated in closed form on every dense hop, serves every text of the edge:
 
     g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
     learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
@@ -23,31 +23,36 @@ from kvbaton.correctors.blocks import Blocks, Heads, Inputs, row_decay
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 
+UNCUT_RANK = 8
+"""A rank that is not cut for the map's size: below it most of the gain is lost (docs/decisions/0006)."""
+
 
 @dataclass(frozen=True)
 class Affine:
     """A ridge map from a row's key and value to its offset.
 
-    ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``ridge_tokens``: strength of the
-    ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens beside
-    it, however long it is, because its rows share one topic. ``offset_prior`` p: the mean offset of m texts counts
-    m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades). ``skip_rows``:
-    first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`). ``max_rows``:
-    a longer text is learned from that many of its rows, spread over it, which then stand for all: the rows of one text
-    say much the same, and learning must stay cheap beside the hop that it learns from.
+    ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``map_numbers``: a rank above 8 is cut
+    down until an edge's map holds no more numbers than these (2.4 MB in half precision). ``ridge_tokens``: strength of
+    the ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens
+    beside it, however long it is, because its rows share one topic. ``offset_prior`` p: the mean offset of m texts
+    counts m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades).
+    ``skip_rows``: first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`).
+    ``max_rows``: a longer text is learned from that many of its rows, spread over it, which then stand for all: the
+    rows of one text say much the same, and learning must stay cheap beside the hop that it learns from.
     ``inputs`` and ``heads``: what one map sees, `correctors.blocks`.
     """
 
-    rank: int | None = 8
+    rank: int | None = 32
+    map_numbers: int = 1_200_000
     ridge_tokens: float = 500.0
     decay: float = 0.5
     text_tokens: int = 128
     offset_prior: float = 2.0
     forget: float = 1.0
     skip_rows: int = 0
-    max_rows: int = 512
+    max_rows: int = 256
     inputs: Inputs = Inputs.JOINT_KV
-    heads: Heads = Heads.PER_HEAD
+    heads: Heads = Heads.GROUPED
     learns: ClassVar[bool] = True
     needs_truth: ClassVar[bool] = False
 
@@ -56,15 +61,23 @@ class Affine:
             raise UsageError(f"rank must be None (full) or 0 and more, got {self.rank}")
         if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
             raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
-        if self.max_rows < 1 or self.text_tokens < 1:
-            raise UsageError(f"max_rows and text_tokens must be 1 or more, got {self.max_rows} and {self.text_tokens}")
+        if min(self.max_rows, self.text_tokens, self.map_numbers) < 1:
+            raise UsageError("max_rows, text_tokens and map_numbers must be 1 or more")
         if not 0 < self.forget <= 1:
             raise UsageError(f"forget is what remains of the past after a text, above 0 up to 1, got {self.forget}")
 
     def new_state(self, geometry: Geometry) -> AffineState:
         blocks = Blocks(geometry, self.inputs, self.heads)
-        full = self.rank is None or self.rank >= blocks.features
-        return AffineState(replace(self, rank=None) if full else self, blocks)
+        return AffineState(replace(self, rank=self._rank_on(blocks)), blocks)
+
+    def _rank_on(self, blocks: Blocks) -> int | None:
+        """The rank that is used on these blocks; None where it is no less than full."""
+        if self.rank is None:
+            return None
+        # A map holds mean and shift, and for every rank one column of A and one row of U.
+        fits = self.map_numbers // (2 * blocks.layers * blocks.count * blocks.features) - 1
+        rank = min(self.rank, max(fits, UNCUT_RANK))
+        return None if rank >= blocks.features else rank
 
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, AffineState) and state.map is not None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbaton.correctors.blocks import Blocks, row_decay, spread_rows
-from kvbaton.correctors.fit import FittedMap, fit
+from kvbaton.correctors.fit import fit
+from kvbaton.correctors.fitted_map import FittedMap
 from kvbaton.correctors.lens import Lens
 from kvbaton.correctors.record import Record
 from kvbaton.correctors.sums import Sums

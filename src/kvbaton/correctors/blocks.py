@@ -1,16 +1,20 @@
 """Blocks: how keys and values of one layer are grouped into the feature vectors that an affine map takes in.
 
-    inputs     heads       blocks B   features F   a map sees
-    joint-kv   per-head    H          2D           key and value of its own head (default)
-    split      per-head    2H         D            keys from keys, values from values
-    joint-kv   joint       1          2HD          all heads at once; sums grow with (HD)^2
-    split      joint       2          HD
+    inputs     blocks B   features F   a map sees
+    joint-kv   H / g      2gD          keys and values of g heads: [k of head 1 .. g, v of head 1 .. g]
+    split      2H / g     gD           keys from keys, values from values; blocks of keys first
+
+    heads      g
+    per-head   1
+    grouped    as many heads as fit into 512 features (default): sums grow with F^2, solving with F^3
+    joint      all H
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +34,12 @@ class Heads(Enum):
     """How many KV heads a map sees."""
 
     PER_HEAD = "per-head"
+    GROUPED = "grouped"
     JOINT = "joint"
+
+
+GROUP_FEATURES = 512
+"""Features of a block of grouped heads, at most, unless a single head has more."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +48,32 @@ class Blocks:
 
     geometry: Geometry
     inputs: Inputs = Inputs.JOINT_KV
-    heads: Heads = Heads.PER_HEAD
+    heads: Heads = Heads.GROUPED
+
+    @cached_property
+    def together(self) -> int:
+        """g, the heads of a block: a divisor of H."""
+        if self.heads is Heads.PER_HEAD:
+            return 1
+        heads, most = self.geometry.kv_heads, GROUP_FEATURES // (self.geometry.head_dim * self._parts)
+        if self.heads is Heads.JOINT:
+            return heads
+        return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= max(most, 1))
+
+    @property
+    def _parts(self) -> int:
+        """What a block holds of each of its heads: key and value, or one of them."""
+        return 2 if self.inputs is Inputs.JOINT_KV else 1
 
     @property
     def count(self) -> int:
         """B, blocks a layer."""
-        heads = 1 if self.heads is Heads.JOINT else self.geometry.kv_heads
-        return heads if self.inputs is Inputs.JOINT_KV else 2 * heads
+        return 2 * self.geometry.kv_heads // (self.together * self._parts)
 
     @property
     def features(self) -> int:
         """F, features a block."""
-        return 2 * self.geometry.kv_heads * self.geometry.head_dim // self.count
+        return self._parts * self.together * self.geometry.head_dim
 
     @property
     def layers(self) -> int:
@@ -59,17 +82,24 @@ class Blocks:
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """``[..., H, T, D]`` twice -> a new tensor ``[..., B, T, F]``."""
-        x = torch.cat((k, v), dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
-        if self.heads is Heads.JOINT:
-            x = x.view(*x.shape[:-3], -1, self.geometry.kv_heads, *x.shape[-2:]).movedim(-3, -2).flatten(-2)
-        return x
+        if self.together == 1:
+            return torch.cat((k, v), dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
+        k, v = (x.view(*x.shape[:-3], -1, self.together, *x.shape[-2:]).movedim(-3, -2) for x in (k, v))
+        return torch.cat((k, v), dim=-2 if self.inputs is Inputs.JOINT_KV else -4).flatten(-2)
 
     def unpack(self, x: Tensor) -> LayerKV:
         """``[..., B, T, F]`` -> keys and values ``[..., H, T, D]``, views where possible."""
-        if self.heads is Heads.JOINT:
-            x = x.view(*x.shape[:-1], self.geometry.kv_heads, -1).movedim(-2, -3).flatten(-4, -3)
         k, v = x.chunk(2, dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
+        if self.together == 1:
+            return k, v
+        k, v = (part.view(*part.shape[:-1], self.together, -1).movedim(-2, -3).flatten(-4, -3) for part in (k, v))
         return k, v
+
+    def single(self, head: int) -> tuple[int, Tensor]:
+        """Where the block that ``head`` would have alone lies: in which block, at which of its features ``[f]``."""
+        block, at = divmod(head, self.together)
+        starts = torch.arange(self._parts) * self.together + at
+        return block, (starts[:, None] * self.geometry.head_dim + torch.arange(self.geometry.head_dim)).flatten()
 
     def rows(self, layer: int) -> slice:
         """Where the blocks of ``layer`` (1 and up) lie in a tensor of all layers' blocks."""

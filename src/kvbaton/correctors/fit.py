@@ -1,4 +1,4 @@
-"""Fit and FittedMap: a ridge regression on standardised features, cut to a rank, and what is applied of it.
+"""Fit: a ridge regression on standardised features, cut to a rank.
 
     y = shrink * mean(y) + (x - mean(x)) A U        A [F, R], U [R, F]; rank None: A is left out, U is [F, F]
 
@@ -9,86 +9,25 @@ Algorithm and measurements: docs/results/affine/README.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from kvbaton.correctors.fitted_map import FittedMap
 from kvbaton.correctors.sums import Sums
-from kvbaton.errors import StoreError
 
-SPARE_COLUMNS, ROUNDS = 8, 4
+SPARE_COLUMNS, ROUNDS = 8, 3
 """Of the subspace iteration: columns beside the wanted ones, and products with the matrix."""
-
-
-@dataclass(frozen=True)
-class FittedMap:
-    """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
-
-    ``mean`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``lift`` ``[N, R + 1, F]`` (F + 1 at full rank): U
-    with the offset as its last row, so that one product adds both.
-    """
-
-    mean: Tensor
-    down: Tensor | None
-    lift: Tensor
-
-    @classmethod
-    def of(cls, mean: Tensor, shift: Tensor, down: Tensor | None, up: Tensor) -> FittedMap:
-        """From the parts of the equation: ``shift`` ``[N, F]``, ``up`` ``[N, R or F, F]``."""
-        return cls(mean, down, torch.cat((up, shift[:, None]), 1))
-
-    @property
-    def shift(self) -> Tensor:
-        return self.lift[:, -1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.to_tensors().values())
-
-    def correct_(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
-        """Add g times the map, ``decay`` g ``[T, 1]``, to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
-
-        They are centred before the product because a key's bias can be a hundred times its spread, which a
-        half-precision product would round away.
-        """
-        inner = x - self.mean[blocks, None]
-        if self.down is not None:
-            inner = inner @ self.down[blocks]
-        inner = torch.cat((inner.mul_(decay), decay.expand(len(x), -1, 1)), -1)
-        return x.baddbmm_(inner, self.lift[blocks])
-
-    def to(self, device: torch.device) -> FittedMap:
-        down = None if self.down is None else self.down.to(device)
-        return FittedMap(self.mean.to(device), down, self.lift.to(device))
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        parts = {"map.mean": self.mean, "map.lift": self.lift}
-        return parts if self.down is None else {**parts, "map.down": self.down}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: int, features: int, rank: int | None,
-                     dtype: torch.dtype) -> FittedMap:
-        """Raises StoreError where a part is missing, of another shape or type, or not finite."""
-        inner = features if rank is None else rank
-        shapes = {"mean": (blocks, features), "lift": (blocks, inner + 1, features)}
-        if rank is not None:
-            shapes["down"] = (blocks, features, rank)
-        parts = {}
-        for name, shape in shapes.items():
-            found = tensors.get(f"map.{name}")
-            if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
-                raise StoreError(f"affine state: map.{name} must be finite {dtype} of shape {shape}")
-            parts[name] = found.clone()
-        return cls(parts["mean"], parts.get("down"), parts["lift"])
+WELL_CONDITIONED = 5000
+"""Condition number up to which float32 solves a standardised ridge to a thousandth."""
 
 
 def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale s ``[N, F]``, correlation R and its ridged Cholesky factor ``[N, F, F]``, float64."""
-    weight = sums.weight.double().clamp(min=1e-12)
-    mean = sums.inputs.double() / weight[:, None]
-    spread = sums.gram.double().div_(weight[:, None, None]).sub_(mean[:, :, None] * mean[:, None, :])
+    """Scale s ``[N, F]``, correlation R ``[N, F, F]`` and the Cholesky factor of R + ridge, in `precision`."""
+    dtype = precision(sums, ridge_tokens)
+    weight = sums.weight.to(dtype).clamp(min=1e-12)
+    mean = sums.inputs.to(dtype) / weight[:, None]
+    spread = sums.gram.to(dtype) / weight[:, None, None]
+    spread.baddbmm_(mean[:, :, None], mean[:, None, :], alpha=-1)
     variance = spread.diagonal(dim1=-2, dim2=-1).clamp(min=0)
     scale = (variance + 1e-6 * variance.mean(-1, keepdim=True) + 1e-12).sqrt()
     correlation = spread.div_(scale[:, :, None]).div_(scale[:, None, :])
@@ -97,24 +36,38 @@ def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tenso
     return scale, correlation, torch.linalg.cholesky(ridged)
 
 
-def leading_basis(slopes: Tensor, correlation: Tensor, rank: int) -> Tensor:
-    """Orthonormal columns ``[N, F, rank]``: the directions of the targets that ``slopes`` explain most of.
+def precision(sums: Sums, ridge_tokens: float) -> torch.dtype:
+    """What a solve needs: float32 while the ridge keeps the condition number, F / ridge at most, low; else float64.
 
-    They span the eigenvectors of B^T R B (B ``slopes``, R ``correlation``, both ``[N, F, F]``) with the largest
-    eigenvalues. Wide features go by subspace iteration in float32, with a few columns to spare, because all their
-    eigenvectors would take most of the solving time. Where eigenvalues lie close together the span differs a little
-    from the exact one: little is lost by that, because the directions taken instead explain almost as much.
+    A low one is the rule for the first few dozen texts, when maps are solved often.
     """
-    features, columns = slopes.shape[-1], rank + SPARE_COLUMNS
+    features = sums.gram.shape[-1]
+    return torch.float32 if features * float(sums.weight.max()) < WELL_CONDITIONED * ridge_tokens else torch.float64
+
+
+def leading_basis(cross: Tensor, correlation: Tensor, factor: Tensor, rank: int) -> Tensor:
+    """Orthonormal columns ``[N, F, rank]``: the directions of the targets that the slopes explain most of.
+
+    They span the eigenvectors of B^T R B with the largest eigenvalues, where R is the ``correlation``, the slopes are
+    B = (R + ridge)^-1 C, C is ``cross`` (all ``[N, F, F]``) and ``factor`` the Cholesky factor of R + ridge. Wide
+    features go by subspace iteration in float32, with a few columns to spare, because B itself and all its eigenvectors
+    would take most of the solving time. Where eigenvalues lie close together the span differs a little from the exact
+    one: little is lost by that, because the directions taken instead explain almost as much.
+    """
+    features, columns = cross.shape[-1], rank + SPARE_COLUMNS
     if 4 * columns > features:
+        slopes = torch.cholesky_solve(cross, factor)
         return _leading_eigenvectors(slopes.mT @ correlation @ slopes, rank)
-    half = slopes.float()
-    moment = half.mT @ correlation.float() @ half
+    c, r, inverse = cross.float(), correlation.float(), torch.cholesky_inverse(factor.float())
+
+    def moment(basis: Tensor) -> Tensor:
+        return c.mT @ (inverse @ (r @ (inverse @ (c @ basis))))
+
     start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0))
-    basis = start.to(moment.device).expand(*moment.shape[:-2], features, columns)
+    basis = start.to(c.device).expand(*c.shape[:-2], features, columns)
     for _ in range(ROUNDS):
-        basis = torch.linalg.qr(moment @ basis).Q
-    return (basis @ _leading_eigenvectors(basis.mT @ moment @ basis, rank)).to(slopes.dtype)
+        basis = torch.linalg.qr(moment(basis)).Q
+    return (basis @ _leading_eigenvectors(basis.mT @ moment(basis), rank)).to(cross.dtype)
 
 
 def _leading_eigenvectors(moment: Tensor, rank: int) -> Tensor:
@@ -123,7 +76,7 @@ def _leading_eigenvectors(moment: Tensor, rank: int) -> Tensor:
 
 
 def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype: torch.dtype) -> FittedMap:
-    """Solve for the map of every block, in float64. ``dtype`` is that of the KV it will be applied to."""
+    """Solve for the map of every block. ``dtype`` is that of the KV it will be applied to."""
     weight = sums.weight.double().clamp(min=1e-12)[:, None]
     mean_x, mean_y = sums.inputs.double() / weight, sums.targets.double() / weight
     mean = sums.mean().to(dtype)
@@ -132,13 +85,15 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
         empty = mean.new_zeros(*mean.shape, 0)
         return FittedMap.of(mean, shift.to(dtype), empty, empty.mT)
     scale, correlation, factor = correlations(sums, ridge_tokens)
-    cross = sums.cross.double() / weight[..., None] - mean_x[:, :, None] * mean_y[:, None, :]
-    slopes = torch.cholesky_solve(cross / scale[..., None], factor)
-    down, up = None, slopes / scale[..., None]
-    if rank is not None:
-        basis = leading_basis(slopes, correlation, rank)
-        down, up = up @ basis, basis.mT
+    cross = sums.cross.to(scale.dtype) / weight[..., None].to(scale.dtype)
+    cross.baddbmm_(mean_x[:, :, None].to(scale.dtype), mean_y[:, None, :].to(scale.dtype), alpha=-1)
+    cross.div_(scale[..., None])
+    if rank is None:
+        down, up = None, torch.cholesky_solve(cross, factor) / scale[..., None]
+    else:
+        basis = leading_basis(cross, correlation, factor, rank)
+        down, up = torch.cholesky_solve(cross @ basis, factor) / scale[..., None], basis.mT
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
-    missing = (mean.double() - sums.mean())[:, None]
+    missing = (mean.double() - sums.mean())[:, None].to(scale.dtype)
     shift = shift + (missing @ up if down is None else missing @ down @ up)[:, 0]
     return FittedMap.of(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype))

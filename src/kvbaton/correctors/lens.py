@@ -8,19 +8,19 @@ theirs (docs/decisions/0002-residual-gate.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.blocks import Blocks, spread_rows
+from kvbaton.correctors.blocks import Blocks, Heads, spread_rows
 from kvbaton.correctors.fit import correlations
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
 from kvbaton.kv import KV
 
-BLOCKS = 4
-"""Blocks of the watched layer that are looked at."""
+HEADS = 4
+"""Heads of the watched layer that are looked at, each by itself, however many of them a map sees."""
 ROWS = 64
 """Rows of a text that are looked at, spread over it; its first four, which are of another kind, are left out."""
 
@@ -30,18 +30,23 @@ def watched_layer(blocks: Blocks) -> int:
     return max(1, 3 * blocks.geometry.layers // 4)
 
 
+def _heads_alone(blocks: Blocks) -> Blocks:
+    return replace(blocks, heads=Heads.PER_HEAD)
+
+
 @dataclass(frozen=True)
 class Lens:
-    """``mean`` ``[B, F]`` of the rows learned, ``whiten`` ``[B, F, F]``; in the KV's dtype; read-only."""
+    """``mean`` ``[N, f]`` of the rows learned, ``whiten`` ``[N, f, f]``, of N single heads; read-only."""
 
     mean: Tensor
     whiten: Tensor
 
     @classmethod
     def of(cls, sums: Sums, blocks: Blocks, ridge_tokens: float) -> Lens:
-        """From what was learned about the watched blocks."""
+        """From what was learned about the watched heads."""
         first = blocks.rows(watched_layer(blocks)).start
-        some = sums.part(slice(first, first + min(BLOCKS, blocks.count)))
+        found = [blocks.single(head) for head in range(min(HEADS, _heads_alone(blocks).count))]
+        some = Sums.stack([sums.part(slice(first + block, first + block + 1), features) for block, features in found])
         scale, correlation, factor = correlations(some, ridge_tokens)
         eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
         whiten = torch.linalg.solve_triangular(factor, eye, upper=False).mT
@@ -54,7 +59,8 @@ class Lens:
         """Mean leverage of the rows of ``source`` over its mean for the rows learned."""
         layer, tokens = watched_layer(blocks), len(source)
         rows = spread_rows(min(4, tokens - 1), tokens, ROWS, source.k.device)
-        x = blocks.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
+        alone = _heads_alone(blocks)
+        x = alone.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
         white = (x - self.mean[:, None]) @ self.whiten
         return float(white.float().square().sum(-1).mean())
 
@@ -72,8 +78,9 @@ class Lens:
     def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: Blocks) -> Lens:
         """Raises StoreError where a part is missing, of another shape or type, or not finite."""
         parts, dtype = [], blocks.geometry.dtype
-        vector = (min(BLOCKS, blocks.count), blocks.features)
-        for name, shape in (("mean", vector), ("whiten", (*vector, blocks.features))):
+        alone = _heads_alone(blocks)
+        vector = (min(HEADS, alone.count), alone.features)
+        for name, shape in (("mean", vector), ("whiten", (*vector, alone.features))):
             found = tensors.get(f"lens.{name}")
             if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
                 raise StoreError(f"affine state: lens.{name} must be finite {dtype} of shape {shape}")

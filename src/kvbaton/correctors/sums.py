@@ -7,7 +7,7 @@ other worker's sums to one's own centre, which is exact up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +63,17 @@ class Sums:
         """Weighted mean of the inputs ``[N, F]``, float64."""
         return self.centre.double() + self.inputs.double() / self.weight.double().clamp(min=1e-12)[:, None]
 
-    def part(self, blocks: slice) -> Sums:
-        """The sums of some blocks, as views."""
-        return Sums(*(tensor[blocks] for tensor in self._tensors()))
+    def part(self, blocks: slice, features: Tensor) -> Sums:
+        """The sums of some features ``[f]`` of some blocks: those that would have been taken of them alone."""
+        features = features.to(self.gram.device)
+        vectors = (tensor[blocks][:, features] for tensor in (self.centre, self.inputs, self.targets))
+        matrices = (tensor[blocks][:, features[:, None], features] for tensor in (self.gram, self.cross))
+        return Sums(self.weight[blocks], *vectors, *matrices)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Sums]) -> Sums:
+        """Blocks of equal features after each other."""
+        return cls(*(torch.cat(tensors) for tensors in zip(*(part._tensors() for part in parts), strict=True)))
 
     def scale(self, factor: float) -> None:
         """Let everything learned so far count ``factor`` times."""

@@ -1,0 +1,76 @@
+"""FittedMap: what is applied of a fit.
+
+    y = shift + (x - mean(x)) A U        A [F, R], U [R, F]; rank None: A is left out, U is [F, F]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbaton.errors import StoreError
+
+
+@dataclass(frozen=True)
+class FittedMap:
+    """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
+
+    ``mean`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``lift`` ``[N, R + 1, F]`` (F + 1 at full rank): U
+    with the offset as its last row, so that one product adds both.
+    """
+
+    mean: Tensor
+    down: Tensor | None
+    lift: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, shift: Tensor, down: Tensor | None, up: Tensor) -> FittedMap:
+        """From the parts of the equation: ``shift`` ``[N, F]``, ``up`` ``[N, R or F, F]``."""
+        return cls(mean, down, torch.cat((up, shift[:, None]), 1))
+
+    @property
+    def shift(self) -> Tensor:
+        return self.lift[:, -1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.to_tensors().values())
+
+    def correct_(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
+        """Add g times the map, ``decay`` g ``[T, 1]``, to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
+
+        They are centred before the product because a key's bias can be a hundred times its spread, which a
+        half-precision product would round away.
+        """
+        inner = x - self.mean[blocks, None]
+        if self.down is not None:
+            inner = inner @ self.down[blocks]
+        inner = torch.cat((inner.mul_(decay), decay.expand(len(x), -1, 1)), -1)
+        return x.baddbmm_(inner, self.lift[blocks])
+
+    def to(self, device: torch.device) -> FittedMap:
+        down = None if self.down is None else self.down.to(device)
+        return FittedMap(self.mean.to(device), down, self.lift.to(device))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        parts = {"map.mean": self.mean, "map.lift": self.lift}
+        return parts if self.down is None else {**parts, "map.down": self.down}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: int, features: int, rank: int | None,
+                     dtype: torch.dtype) -> FittedMap:
+        """Raises StoreError where a part is missing, of another shape or type, or not finite."""
+        inner = features if rank is None else rank
+        shapes = {"mean": (blocks, features), "lift": (blocks, inner + 1, features)}
+        if rank is not None:
+            shapes["down"] = (blocks, features, rank)
+        parts = {}
+        for name, shape in shapes.items():
+            found = tensors.get(f"map.{name}")
+            if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
+                raise StoreError(f"affine state: map.{name} must be finite {dtype} of shape {shape}")
+            parts[name] = found.clone()
+        return cls(parts["mean"], parts.get("down"), parts["lift"])
