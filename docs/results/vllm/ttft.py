@@ -39,7 +39,7 @@ def reuse() -> Recipe:
 
 @register
 def mapped() -> Recipe:
-    return Recipe("mapped", "Affine at rank 8, every gate open; four lead rows.", "-", Origin(), Affine(), lead_rows=4)
+    return Recipe("mapped", "Affine, every gate open; four lead rows.", "-", Origin(), Affine(), lead_rows=4)
 
 
 def main(folder: str, out: str, shared: int = 2048, repeats: int = 7, dtype: str = "bfloat16") -> None:
