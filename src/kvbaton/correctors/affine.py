@@ -24,7 +24,7 @@ from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 
 UNCUT_RANK = 8
-"""A rank that is not cut for the map's size: below it most of the gain is lost (docs/decisions/0006)."""
+"""A rank that is not cut for the map's size: below it much of the gain is lost (docs/decisions/0005)."""
 
 
 @dataclass(frozen=True)
