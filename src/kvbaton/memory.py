@@ -55,7 +55,7 @@ class Memory:
         with self._learning:
             state = self._states.get(edge) or self.corrector.new_state(self.geometry)
             self.corrector.learn(state, source, target)
-            self._keep(edge, state)
+            self.keep(edge, state)
 
     def edges(self) -> tuple[Edge, ...]:
         """Edges with a state, the one used longest ago first."""
@@ -81,7 +81,7 @@ class Memory:
                 theirs = other._states[edge]
                 state = self._states.get(edge) or self.corrector.new_state(self.geometry)
                 state.merge(theirs)
-                self._keep(edge, state)
+                self.keep(edge, state)
 
     def check(self) -> None:
         """Raise InvariantError if the books do not balance or a state is broken."""
@@ -119,10 +119,11 @@ class Memory:
             if (state.texts, state.nbytes) != (record.texts, record.nbytes):
                 raise StoreError(f"{path}: edge {record.edge}: the manifest says {record.texts} texts and "
                                  f"{record.nbytes} bytes, the tensors {state.texts} and {state.nbytes}")
-            memory._keep(record.edge, state)
+            memory.keep(record.edge, state)
         return memory
 
-    def _keep(self, edge: Edge, state: EdgeState) -> None:
+    def keep(self, edge: Edge, state: EdgeState) -> None:
+        """Hold what was learned elsewhere. Raises BudgetExceeded where it is larger than the whole budget."""
         with self._books:
             self._states[edge] = state
             self._states.move_to_end(edge)

@@ -150,7 +150,7 @@ def sessions(engine: HFEngine, lessons: Sequence[Chain], names: Sequence[str], r
             for edge in known.edges():
                 state = known.state(edge)
                 assert state is not None
-                memory._keep(edge, state)
+                memory.keep(edge, state)
         session = out[name] = Session(engine, chosen, memory=memory)
         for turn in lessons[-1] if lessons else ():
             if chosen.private is PrivateText.ANCHORED:
