@@ -14,7 +14,8 @@ from kvbaton.bench.summary import FULL, Summary, summarise
 LEAST = 8
 """A run over fewer questions is a sketch, not a proof."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
-_ORDER = (DENSE, "full-shared", "cacheblend", "epic", "relaycaching", "kvcomm", "kvcmas", "shift", "affine", "hybrid")
+_ORDER = (DENSE, "full-shared", "cacheblend", "relaycaching", "kvcmas", "affine", "hybrid")
+"""Rows of the table: the strongest rivals and ours, because a README's proof must be read at once; reports have all."""
 
 
 def runs(folder: Path) -> list[RunFile]:
@@ -38,7 +39,8 @@ def proof(found: Sequence[RunFile]) -> str:
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
     text = ("KL to dense prefill, nats a token (share of `full-shared`'s that is taken away, share of shared entries "
             "that it\nrecomputed, fallbacks included); score (paired difference to dense, 95 %); TTFT speed-up.")
-    return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), "\n".join(notes)])
+    conditions = f"Conditions. {'; '.join(notes)}."
+    return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), conditions])
 
 
 def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
@@ -83,7 +85,7 @@ def _note(run: RunFile) -> str:
     what = f"{run.identity.get('task', 'speed')}: n {len({r['question'] for r in run.records if 'recipe' in r})}" \
         if run.identity["kind"] == "eval" else f"speed: {last['repeats']} repeats"
     sittings = dict.fromkeys(made["commit"] + (" (dirty)" if made["dirty"] else "") for made in run.conditions)
-    return (f"- {what}, learned from {run.identity['learn']}, seed {run.identity['seed']}, {run.identity['model']} "
+    return (f"{what}, learned from {run.identity['learn']}, seed {run.identity['seed']}, {run.identity['model']} "
             f"{run.identity['dtype']}, {last['device']}, {last['threads']} thread, commit {', '.join(sittings)}, "
             f"`{last['command']}`")
 
