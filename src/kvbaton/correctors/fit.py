@@ -17,6 +17,8 @@ from kvbaton.correctors.sums import Sums
 
 SPARE_COLUMNS, ROUNDS = 8, 3
 """Of the subspace iteration: columns beside the wanted ones, and products with the matrix."""
+NARROW = 128
+"""Features up to which a solve in float64 takes a few hundredths of a second for a whole model."""
 WELL_CONDITIONED = 5000
 """Condition number up to which float32 solves a standardised ridge to a thousandth."""
 
@@ -37,12 +39,14 @@ def correlations(sums: Sums, ridge_tokens: float) -> tuple[Tensor, Tensor, Tenso
 
 
 def precision(sums: Sums, ridge_tokens: float) -> torch.dtype:
-    """What a solve needs: float32 while the ridge keeps the condition number, F / ridge at most, low; else float64.
+    """What a solve is done in: float64, but wide features in float32 while the ridge keeps F / ridge, the condition
+    number at most, low.
 
-    A low one is the rule for the first few dozen texts, when maps are solved often.
+    A low one is the rule for the first few dozen texts, when maps are solved often; narrow features cost nothing.
     """
     features = sums.gram.shape[-1]
-    return torch.float32 if features * float(sums.weight.max()) < WELL_CONDITIONED * ridge_tokens else torch.float64
+    low = features * float(sums.weight.max()) < WELL_CONDITIONED * ridge_tokens
+    return torch.float32 if low and features > NARROW else torch.float64
 
 
 def leading_basis(cross: Tensor, correlation: Tensor, factor: Tensor, rank: int) -> Tensor:
