@@ -62,7 +62,8 @@ class Affine:
         if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
             raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
         if min(self.max_rows, self.text_tokens, self.map_numbers) < 1:
-            raise UsageError("max_rows, text_tokens and map_numbers must be 1 or more")
+            raise UsageError("max_rows, text_tokens and map_numbers must be 1 or more, got "
+                             f"{self.max_rows}, {self.text_tokens} and {self.map_numbers}")
         if not 0 < self.forget <= 1:
             raise UsageError(f"forget is what remains of the past after a text, above 0 up to 1, got {self.forget}")
 

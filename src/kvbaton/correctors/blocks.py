@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -82,18 +82,19 @@ class Blocks:
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """``[..., H, T, D]`` twice -> a new tensor ``[..., B, T, F]``."""
-        if self.together == 1:
-            return torch.cat((k, v), dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
         k, v = (x.view(*x.shape[:-3], -1, self.together, *x.shape[-2:]).movedim(-3, -2) for x in (k, v))
         return torch.cat((k, v), dim=-2 if self.inputs is Inputs.JOINT_KV else -4).flatten(-2)
 
     def unpack(self, x: Tensor) -> LayerKV:
         """``[..., B, T, F]`` -> keys and values ``[..., H, T, D]``, views where possible."""
         k, v = x.chunk(2, dim=-1 if self.inputs is Inputs.JOINT_KV else -3)
-        if self.together == 1:
-            return k, v
         k, v = (part.view(*part.shape[:-1], self.together, -1).movedim(-2, -3).flatten(-4, -3) for part in (k, v))
         return k, v
+
+    @property
+    def alone(self) -> Blocks:
+        """The same with a block for every head."""
+        return replace(self, heads=Heads.PER_HEAD)
 
     def single(self, head: int) -> tuple[int, Tensor]:
         """Where the block that ``head`` would have alone lies: in which block, at which of its features ``[f]``."""

@@ -8,12 +8,12 @@ theirs (docs/decisions/0002-residual-gate.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.blocks import Blocks, Heads, spread_rows
+from kvbaton.correctors.blocks import Blocks, spread_rows
 from kvbaton.correctors.fit import correlations
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
@@ -30,10 +30,6 @@ def watched_layer(blocks: Blocks) -> int:
     return max(1, 3 * blocks.geometry.layers // 4)
 
 
-def _heads_alone(blocks: Blocks) -> Blocks:
-    return replace(blocks, heads=Heads.PER_HEAD)
-
-
 @dataclass(frozen=True)
 class Lens:
     """``mean`` ``[N, f]`` of the rows learned, ``whiten`` ``[N, f, f]``, of N single heads; read-only."""
@@ -45,7 +41,7 @@ class Lens:
     def of(cls, sums: Sums, blocks: Blocks, ridge_tokens: float) -> Lens:
         """From what was learned about the watched heads."""
         first = blocks.rows(watched_layer(blocks)).start
-        found = [blocks.single(head) for head in range(min(HEADS, _heads_alone(blocks).count))]
+        found = [blocks.single(head) for head in range(min(HEADS, blocks.alone.count))]
         some = Sums.stack([sums.part(slice(first + block, first + block + 1), features) for block, features in found])
         scale, correlation, factor = correlations(some, ridge_tokens)
         eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
@@ -59,8 +55,7 @@ class Lens:
         """Mean leverage of the rows of ``source`` over its mean for the rows learned."""
         layer, tokens = watched_layer(blocks), len(source)
         rows = spread_rows(min(4, tokens - 1), tokens, ROWS, source.k.device)
-        alone = _heads_alone(blocks)
-        x = alone.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
+        x = blocks.alone.pack(source.k[layer][:, rows], source.v[layer][:, rows])[:len(self.mean)]
         white = (x - self.mean[:, None]) @ self.whiten
         return float(white.float().square().sum(-1).mean())
 
@@ -78,7 +73,7 @@ class Lens:
     def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: Blocks) -> Lens:
         """Raises StoreError where a part is missing, of another shape or type, or not finite."""
         parts, dtype = [], blocks.geometry.dtype
-        alone = _heads_alone(blocks)
+        alone = blocks.alone
         vector = (min(HEADS, alone.count), alone.features)
         for name, shape in (("mean", vector), ("whiten", (*vector, alone.features))):
             found = tensors.get(f"lens.{name}")
