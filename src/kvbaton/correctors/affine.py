@@ -5,13 +5,15 @@ layer and group of KV heads, updated in closed form on every dense hop, serves e
 
     g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
     learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
-    correct  [k, v] + g_t ((x - mean) A U + shift)           one thin product a layer; rank 0: the mean offset alone
+    correct  [k, v] + s g_t ((x - mean) A U + shift)         one thin product a layer; rank 0: the mean offset alone
+             s = min(1, text_tokens / T)^0.5                 T tokens of the segment
 
 Layer 0 is exact and left alone. Keys are unrotated throughout. Measurements: docs/results/affine/README.md.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,6 +22,7 @@ import torch
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs, row_decay
+from kvbaton.correctors.fitted_map import Scratch
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -34,7 +37,8 @@ class Affine:
     ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``map_numbers``: a rank above 8 is cut
     down until an edge's map holds no more numbers than these (2.4 MB in half precision). ``ridge_tokens``: strength of
     the ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens
-    beside it, however long it is, because its rows share one topic. ``offset_prior`` p: the mean offset of m texts
+    beside it, however long it is, because its rows share one topic; what a map gets wrong they share, too, so that a
+    text longer than that is corrected by less (docs/decisions/0007). ``offset_prior`` p: the mean offset of m texts
     counts m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades).
     ``skip_rows``: first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`).
     ``max_rows``: a longer text is learned from that many of its rows, spread over it, which then stand for all: the
@@ -80,6 +84,10 @@ class Affine:
         rank = min(self.rank, max(fits, UNCUT_RANK))
         return None if rank >= blocks.features else rank
 
+    def strength(self, tokens: int) -> float:
+        """What is added of the map to a text of so many tokens."""
+        return math.sqrt(min(1.0, self.text_tokens / tokens))
+
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, AffineState) and state.map is not None
 
@@ -88,12 +96,17 @@ class Affine:
             raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
         blocks, found = state.blocks, state.map_on(source.k.device)
         g = row_decay(start, torch.arange(len(source), device=source.k.device), self.decay, source.k.dtype)
+        g *= self.strength(len(source))
+        scratch: Scratch | None = None
 
         def layer(at: int) -> LayerKV:
+            nonlocal scratch
             k, v = source.k[at], source.v[at]
             if at == 0:
                 return k, v
-            return blocks.unpack(found.correct_(blocks.rows(at), blocks.pack(k, v), g))
+            x = blocks.pack(k, v)
+            scratch = scratch or found.scratch(x, g)
+            return blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
 
         return layer
 

@@ -81,33 +81,34 @@ class AffineState:
         if not len(rows):
             return
         stands_for = (min(len(source) - self.rule.skip_rows, self.rule.text_tokens) / len(rows)) ** 0.5
-        first = self.sums is None
         sums = self.sums or Sums.zeros(*self._shape, source.k.device)
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
         g = row_decay(target.start, rows, self.rule.decay, source.k.dtype)
-        error = offset = 0.0
+        offsets, errors = [], []
         for layer in range(1, self.blocks.geometry.layers):
             k, v, to_k, to_v = (side[layer].index_select(1, rows) for side in (source.k, source.v, target.k, target.v))
             x = self.blocks.pack(k, v)
             dy = self.blocks.pack(to_k.float() - k.float(), to_v.float() - v.float())
-            if first:
+            if self.sums is None:
                 sums.centre[self.blocks.rows(layer)] = x.float().mean(-2)
             sums.add(self.blocks.rows(layer), x.float(), dy * stands_for, g.float() * stands_for)
             size = to_v.float().square().sum().clamp(min=1e-30)
-            offset += float(self._value_energy(dy) / size)
+            offsets.append((to_v.float() - v.float()).square().sum() / size)
             if self.map is not None:
-                corrected = self.map_on(x.device).correct_(self.blocks.rows(layer), x, g)
-                error += float(self._value_energy(self.blocks.pack(to_k, to_v).float() - corrected.float()) / size)
-        layers = self.blocks.layers
-        self.record.learned_from(offset / layers, error / layers if self.map else None, self.novelty(source))
+                errors.append(self._left(layer, x, dy, g * self.rule.strength(len(source))) / size)
+        error = float(torch.stack(errors).mean()) if errors else None
+        self.record.learned_from(float(torch.stack(offsets).mean()), error, self.novelty(source))
         self.sums = sums
         self.seen.add(source.token_ids, self.rule.forget)
         if self.record.learned in REFITS or self.record.learned % 50 == 0:
             self.solve()
 
-    def _value_energy(self, dy: Tensor) -> Tensor:
-        return self.blocks.unpack(dy)[1].square().sum()
+    def _left(self, layer: int, x: Tensor, dy: Tensor, decay: Tensor) -> Tensor:
+        """Squared value offsets that the present map leaves of ``dy``, of rows ``x`` ``[B, T, F]``, overwritten."""
+        target, found = x.float() + dy, self.map_on(x.device)
+        left = target - found.correct_(self.blocks.rows(layer), x, found.scratch(x, decay))
+        return self.blocks.unpack(left)[1].square().sum()
 
     def solve(self) -> None:
         """Fit the map to everything learned so far. Off the TTFT path: the engine's learner calls `learn`."""
@@ -129,10 +130,8 @@ class AffineState:
         self.solve()
 
     def to_tensors(self) -> Mapping[str, Tensor]:
-        tensors = {**self.seen.to_tensors(), **self.record.to_tensors()}
-        for part in (self.sums, self.map, self.lens):
-            tensors |= part.to_tensors() if part is not None else {}
-        return tensors
+        parts = (self.seen, self.record, self.sums, self.map, self.lens)
+        return {name: tensor for part in parts if part is not None for name, tensor in part.to_tensors().items()}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         seen, record = Texts.from_tensors(tensors), Record.from_tensors(tensors)

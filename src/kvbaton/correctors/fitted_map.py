@@ -15,6 +15,18 @@ from kvbaton.errors import StoreError
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Room for the products of one layer, used again for the next: fresh memory would take as long as the products.
+
+    ``centred`` ``[B, T, F]``; ``inner`` ``[B, T, R + 1]``, its last column ``decay`` ``[T, 1]``.
+    """
+
+    centred: Tensor
+    inner: Tensor
+    decay: Tensor
+
+
+@dataclass(frozen=True)
 class FittedMap:
     """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
 
@@ -39,17 +51,23 @@ class FittedMap:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.to_tensors().values())
 
-    def correct_(self, blocks: slice, x: Tensor, decay: Tensor) -> Tensor:
-        """Add g times the map, ``decay`` g ``[T, 1]``, to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
+    def scratch(self, like: Tensor, decay: Tensor) -> Scratch:
+        """For rows such as ``like`` ``[B, T, F]``, with ``decay`` g ``[T, 1]``."""
+        inner = like.new_empty(*like.shape[:2], self.lift.shape[-2])
+        inner[..., -1:] = decay
+        return Scratch(torch.empty_like(like), inner, decay)
+
+    def correct_(self, blocks: slice, x: Tensor, scratch: Scratch) -> Tensor:
+        """Add g times the map to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
 
         They are centred before the product because a key's bias can be a hundred times its spread, which a
         half-precision product would round away.
         """
-        inner = x - self.mean[blocks, None]
+        inner = torch.sub(x, self.mean[blocks, None], out=scratch.centred)
         if self.down is not None:
             inner = inner @ self.down[blocks]
-        inner = torch.cat((inner.mul_(decay), decay.expand(len(x), -1, 1)), -1)
-        return x.baddbmm_(inner, self.lift[blocks])
+        torch.mul(inner, scratch.decay, out=scratch.inner[..., :-1])
+        return x.baddbmm_(scratch.inner, self.lift[blocks])
 
     def to(self, device: torch.device) -> FittedMap:
         down = None if self.down is None else self.down.to(device)
