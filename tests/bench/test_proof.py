@@ -16,7 +16,7 @@ def test_table_from_results(tmp_path: Path) -> None:
     text = proof.proof(proof.runs(tmp_path))
     assert "| `full-shared` | 0.0225 (10% recomputed) |" in text
     assert "| `kvcmas` | 0.0125 (44% off, 10% recomputed) |" in text
-    assert "n 12, learned from 1, seed 0, tiny float32, cpu, 1 thread, commit abc123 (dirty)" in text
+    assert "[a](docs/results/a.jsonl): n 12, seed 0, cpu, 1 thread, commit abc123 (dirty)" in text
 
 
 def test_scores_stand_beside_the_difference_to_dense(tmp_path: Path) -> None:

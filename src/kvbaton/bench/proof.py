@@ -13,6 +13,8 @@ from kvbaton.bench.summary import FULL, Summary, summarise
 
 LEAST = 8
 """A run over fewer questions is a sketch, not a proof."""
+FOLDER = "docs/results"
+"""Where the results of record lie, seen from the README."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
 _ORDER = (DENSE, "full-shared", "cacheblend", "relaycaching", "kvcmas", "affine", "hybrid")
 """Rows of the table: the strongest rivals and ours, because a README's proof must be read at once; reports have all."""
@@ -39,7 +41,7 @@ def proof(found: Sequence[RunFile]) -> str:
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
     text = ("KL to dense prefill, nats a token (share of `full-shared`'s that is taken away, share of shared entries "
             "that it\nrecomputed, fallbacks included); score (paired difference to dense, 95 %); TTFT speed-up.")
-    conditions = f"Conditions. {'; '.join(notes)}."
+    conditions = f"Conditions (each file's header has its commands). {'; '.join(notes)}."
     return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), conditions])
 
 
@@ -81,13 +83,13 @@ def _speed(run: RunFile) -> dict[str, dict[str, str]]:
 
 
 def _note(run: RunFile) -> str:
-    last = run.conditions[-1]
-    what = f"{run.identity.get('task', 'speed')}: n {len({r['question'] for r in run.records if 'recipe' in r})}" \
-        if run.identity["kind"] == "eval" else f"speed: {last['repeats']} repeats"
+    """What the columns of a run do not say. The file that it links to has the commands in its header lines."""
+    who, last = run.identity, run.conditions[-1]
+    size = f"n {len({r['question'] for r in run.records if 'recipe' in r})}" if who["kind"] == "eval" else \
+        f"TTFT, {who['model']} {who['dtype']}, {last['repeats']} repeats, {who['learn']} learned"
     sittings = dict.fromkeys(made["commit"] + (" (dirty)" if made["dirty"] else "") for made in run.conditions)
-    return (f"{what}, learned from {run.identity['learn']}, seed {run.identity['seed']}, {run.identity['model']} "
-            f"{run.identity['dtype']}, {last['device']}, {last['threads']} thread, commit {', '.join(sittings)}, "
-            f"`{last['command']}`")
+    return (f"[{run.path.stem}]({FOLDER}/{run.path.name}): {size}, seed {who['seed']}, {last['device']}, "
+            f"{last['threads']} thread{'s' if last['threads'] != 1 else ''}, commit {', '.join(sittings)}")
 
 
 def splice(readme: str, table: str) -> str:
