@@ -56,8 +56,8 @@ class Sums:
         self.weight[blocks] += decay.square().sum()
         self.inputs[blocks] += (gx * decay).sum(-2)
         self.targets[blocks] += (offset * decay).sum(-2)
-        self.gram[blocks] += gx.mT @ gx
-        self.cross[blocks] += gx.mT @ offset
+        self.gram[blocks].baddbmm_(gx.mT, gx)
+        self.cross[blocks].baddbmm_(gx.mT, offset)
 
     def mean(self) -> Tensor:
         """Weighted mean of the inputs ``[N, F]``, float64."""
