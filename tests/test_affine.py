@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbaton.correctors.affine import Affine
+from kvbaton.correctors.affine import FAINT, Affine
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs
 from kvbaton.correctors.fit import Standardised, leading_basis
@@ -100,6 +100,8 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
             for t in range(len(source)):
                 x = features(source, layer, heads, t)
                 g = strength * (start / (start + t)) ** rule.decay
+                if g < FAINT:
+                    continue
                 to_k, to_v = (g * (x @ w_full + shift)).view(2, len(heads), D)
                 out_k[layer, heads, t] += to_k
                 out_v[layer, heads, t] += to_v
@@ -110,13 +112,27 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
                                   Affine(heads=Heads.PER_HEAD), Affine(heads=Heads.PER_HEAD, rank=3, skip_rows=2),
                                   Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0),
                                   Affine(ridge_tokens=50, max_rows=7), Affine(max_rows=8, skip_rows=4),
-                                  Affine(text_tokens=11, skip_rows=2), Affine(text_tokens=12, max_rows=9)])
+                                  Affine(text_tokens=11, skip_rows=2), Affine(text_tokens=12, max_rows=9),
+                                  Affine(decay=3.0), Affine(text_tokens=1, decay=1.0)])
 def test_equals_plain_loop(rule: Affine) -> None:
     pairs = [kv_pair(seed, tokens=20 + seed, start=5 + seed) for seed in range(4)]
     source, _ = kv_pair(50)
     state = learned(rule, pairs)
     for got, want in zip(corrected(rule, state, source, 11), reference(rule, pairs, source, 11), strict=True):
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_that_would_get_next_to_nothing_are_left_alone() -> None:
+    source, target = kv_pair(1, tokens=120, start=12)
+    some, none = Affine(text_tokens=2), Affine(text_tokens=1)
+    k, v = corrected(some, learned(some, [(source, target)]), source, 12)
+    first = int(some.shares(12, torch.arange(120), 120).count_nonzero())
+    assert 0 < first < 120
+    assert torch.equal(k[:, :, first:], source.k[:, :, first:])
+    assert not bool((v[1:, :, :first] == source.v[1:, :, :first]).all(-1).any())
+    k, v = corrected(none, learned(none, [(source, target)]), source, 12)
+    assert torch.equal(k, source.k)
+    assert torch.equal(v, source.v)
 
 
 def test_equal_prefixes_leave_everything_as_it_is() -> None:

@@ -6,7 +6,7 @@ layer and group of KV heads, updated in closed form on every dense hop, serves e
     g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
     learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
     correct  [k, v] + s g_t ((x - mean) A U + shift)         one thin product a layer; rank 0: the mean offset alone
-             s = min(1, text_tokens / T)^0.5                 T tokens of the segment
+             s = min(1, text_tokens / T)^0.5                 T tokens of the segment; a row with s g_t < 0.1 is left
 
 Layer 0 is exact and left alone. Keys are unrotated throughout. Measurements: docs/results/affine/README.md.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
@@ -28,6 +29,9 @@ from kvbaton.kv import KV, Geometry
 
 UNCUT_RANK = 8
 """A rank that is not cut for the map's size: below it much of the gain is lost (docs/decisions/0005)."""
+
+FAINT = 0.1
+"""A row that would get less of the map than this is left as it is: no reader notices, and long texts cost less."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,10 @@ class Affine:
         rank = min(self.rank, max(fits, UNCUT_RANK))
         return None if rank >= blocks.features else rank
 
-    def strength(self, tokens: int) -> float:
-        """What is added of the map to a text of so many tokens."""
-        return math.sqrt(min(1.0, self.text_tokens / tokens))
+    def shares(self, start: int, rows: Tensor, tokens: int) -> Tensor:
+        """What rows t (``rows`` ``[m]``) of a segment of so many tokens get of the map: s g_t ``[m, 1]``, falling."""
+        share = row_decay(start, rows, self.decay, torch.float32) * math.sqrt(min(1.0, self.text_tokens / tokens))
+        return share * (share >= FAINT)
 
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, AffineState) and state.map is not None
@@ -95,18 +100,22 @@ class Affine:
         if not isinstance(state, AffineState) or state.map is None:
             raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
         blocks, found = state.blocks, state.map_on(source.k.device)
-        g = row_decay(start, torch.arange(len(source), device=source.k.device), self.decay, source.k.dtype)
-        g *= self.strength(len(source))
+        shares = self.shares(start, torch.arange(len(source)), len(source))
+        first = int(shares.count_nonzero())
+        shares = shares[:first].to(source.k)
         scratch: Scratch | None = None
 
         def layer(at: int) -> LayerKV:
             nonlocal scratch
             k, v = source.k[at], source.v[at]
-            if at == 0:
+            if at == 0 or first == 0:
                 return k, v
-            x = blocks.pack(k, v)
-            scratch = scratch or found.scratch(x, g)
-            return blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
+            x = blocks.pack(k[:, :first], v[:, :first])
+            scratch = scratch or found.scratch(x, shares)
+            near_k, near_v = blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
+            if first == len(source):
+                return near_k, near_v
+            return torch.cat((near_k, k[:, first:]), 1), torch.cat((near_v, v[:, first:]), 1)
 
         return layer
 

@@ -85,6 +85,7 @@ class AffineState:
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
         g = row_decay(target.start, rows, self.rule.decay, source.k.dtype)
+        shares = self.rule.shares(target.start, rows, len(source)).to(source.k)
         offsets, errors = [], []
         for layer in range(1, self.blocks.geometry.layers):
             k, v, to_k, to_v = (side[layer].index_select(1, rows) for side in (source.k, source.v, target.k, target.v))
@@ -96,7 +97,7 @@ class AffineState:
             size = to_v.float().square().sum().clamp(min=1e-30)
             offsets.append((to_v.float() - v.float()).square().sum() / size)
             if self.map is not None:
-                errors.append(self._left(layer, x, dy, g * self.rule.strength(len(source))) / size)
+                errors.append(self._left(layer, x, dy, shares) / size)
         error = float(torch.stack(errors).mean()) if errors else None
         self.record.learned_from(float(torch.stack(offsets).mean()), error, self.novelty(source))
         self.sums = sums
@@ -104,10 +105,10 @@ class AffineState:
         if self.record.learned in REFITS or self.record.learned % 50 == 0:
             self.solve()
 
-    def _left(self, layer: int, x: Tensor, dy: Tensor, decay: Tensor) -> Tensor:
+    def _left(self, layer: int, x: Tensor, dy: Tensor, shares: Tensor) -> Tensor:
         """Squared value offsets that the present map leaves of ``dy``, of rows ``x`` ``[B, T, F]``, overwritten."""
         target, found = x.float() + dy, self.map_on(x.device)
-        left = target - found.correct_(self.blocks.rows(layer), x, found.scratch(x, decay))
+        left = target - found.correct_(self.blocks.rows(layer), x, found.scratch(x, shares))
         return self.blocks.unpack(left)[1].square().sum()
 
     def solve(self) -> None:

@@ -18,12 +18,13 @@ from kvbaton.errors import StoreError
 class Scratch:
     """Room for the products of one layer, used again for the next: fresh memory would take as long as the products.
 
-    ``centred`` ``[B, T, F]``; ``inner`` ``[B, T, R + 1]``, its last column ``decay`` ``[T, 1]``.
+    ``centred`` ``[B, T, F]``; ``inner`` ``[B, T, R + 1]``; ``shares`` ``[T, R]``, all columns
+    alike, as the last of ``inner`` is.
     """
 
     centred: Tensor
     inner: Tensor
-    decay: Tensor
+    shares: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,15 @@ class FittedMap:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.to_tensors().values())
 
-    def scratch(self, like: Tensor, decay: Tensor) -> Scratch:
-        """For rows such as ``like`` ``[B, T, F]``, with ``decay`` g ``[T, 1]``."""
+    def scratch(self, like: Tensor, shares: Tensor) -> Scratch:
+        """For rows such as ``like`` ``[B, T, F]``, each of which gets its share ``[T, 1]`` of the map."""
         inner = like.new_empty(*like.shape[:2], self.lift.shape[-2])
-        inner[..., -1:] = decay
-        return Scratch(torch.empty_like(like), inner, decay)
+        inner[..., -1:] = shares
+        # Written out, because a product with a column that is only expanded is several times slower.
+        return Scratch(torch.empty_like(like), inner, shares.expand(-1, self.lift.shape[-2] - 1).contiguous())
 
     def correct_(self, blocks: slice, x: Tensor, scratch: Scratch) -> Tensor:
-        """Add g times the map to rows ``x`` ``[B, T, F]`` of some ``blocks``, in place.
+        """Add to rows ``x`` ``[B, T, F]`` of some ``blocks`` their shares of the map, in place.
 
         They are centred before the product because a key's bias can be a hundred times its spread, which a
         half-precision product would round away.
@@ -66,7 +68,7 @@ class FittedMap:
         inner = torch.sub(x, self.mean[blocks, None], out=scratch.centred)
         if self.down is not None:
             inner = inner @ self.down[blocks]
-        torch.mul(inner, scratch.decay, out=scratch.inner[..., :-1])
+        torch.mul(inner, scratch.shares, out=scratch.inner[..., :-1])
         return x.baddbmm_(scratch.inner, self.lift[blocks])
 
     def to(self, device: torch.device) -> FittedMap:
