@@ -17,9 +17,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
+from kvbaton.recipes import names
+
 _INK, _GRID = "#010203", "#0a0b0c"
 _SERIES = tuple(f"#{0x30 + i:02x}{0x40 + i:02x}{0x50 + i:02x}" for i in range(10))
 _MARKERS = "osD^vPX*<>"
+_PLACES = {name: i for i, name in enumerate(names())}
 _STYLE = {
     "svg.fonttype": "path", "svg.hashsalt": "kvbaton", "font.size": 10, "text.color": _INK, "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK, "axes.titlesize": 11, "axes.grid": True,
@@ -39,7 +42,9 @@ class Dot:
     high: float | None = None
 
 
-def _look(i: int) -> dict[str, str]:
+def _look(name: str, i: int) -> dict[str, str]:
+    """Colour and marker: a method's own, the same in every plot; anything else goes by its place ``i`` in its plot."""
+    i = _PLACES.get(name, len(_PLACES) + i)
     return {"color": _SERIES[i % len(_SERIES)], "marker": _MARKERS[(i + i // len(_SERIES)) % len(_MARKERS)]}
 
 
@@ -82,9 +87,10 @@ def pareto(dots: Sequence[Dot], x_label: str, y_label: str, title: str, log_y: b
         front = _frontier(dots, smaller_y)
         axes.plot([d.x for d in front], [d.y for d in front], color=_GRID, linewidth=2, zorder=1)
         for i, dot in enumerate(dots):
+            look = _look(dot.name, i)
             if dot.low is not None and dot.high is not None:
-                axes.plot([dot.x, dot.x], [dot.low, dot.high], color=_look(i)["color"], linewidth=1, alpha=0.6)
-            axes.plot([dot.x], [dot.y], linestyle="", markersize=7, label=dot.name, **_look(i))
+                axes.plot([dot.x, dot.x], [dot.low, dot.high], color=look["color"], linewidth=1, alpha=0.6)
+            axes.plot([dot.x], [dot.y], linestyle="", markersize=7, label=dot.name, **look)
         if log_y:
             axes.set_yscale("log")
         axes.set_xlabel(x_label)
@@ -101,7 +107,7 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_l
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes()
         for i, (name, points) in enumerate(series.items()):
-            style = {"linestyle": "--", "marker": "", "color": _INK} if name in dashed else _look(i)
+            style = {"linestyle": "--", "marker": "", "color": _INK} if name in dashed else _look(name, i)
             axes.plot([x for x, _ in points], [y for _, y in points], markersize=5, linewidth=1.4, label=name, **style)
         if log_x:
             axes.set_xscale("log", base=2)
