@@ -23,7 +23,6 @@ from torch import Tensor
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.base import Correction, EdgeState, LayerKV, no_reveal
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs, row_decay
-from kvbaton.correctors.fitted_map import Scratch
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -103,15 +102,13 @@ class Affine:
         shares = self.shares(start, torch.arange(len(source)), len(source))
         first = int(shares.count_nonzero())
         shares = shares[:first].to(source.k)
-        scratch: Scratch | None = None
+        scratch = found.scratch(blocks.count, shares)
 
         def layer(at: int) -> LayerKV:
-            nonlocal scratch
             k, v = source.k[at], source.v[at]
             if at == 0 or first == 0:
                 return k, v
             x = blocks.pack(k[:, :first], v[:, :first])
-            scratch = scratch or found.scratch(x, shares)
             near_k, near_v = blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
             if first == len(source):
                 return near_k, near_v

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbaton.correctors.blocks import Blocks, row_decay, spread_rows
 from kvbaton.correctors.fit import fit
-from kvbaton.correctors.fitted_map import FittedMap
+from kvbaton.correctors.fitted_map import FittedMap, Scratch
 from kvbaton.correctors.lens import Lens
 from kvbaton.correctors.record import Record
 from kvbaton.correctors.sums import Sums
@@ -84,8 +84,9 @@ class AffineState:
         sums = self.sums or Sums.zeros(*self._shape, source.k.device)
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
-        g = row_decay(target.start, rows, self.rule.decay, source.k.dtype)
+        decay = row_decay(target.start, rows, self.rule.decay, source.k.dtype).float() * stands_for
         shares = self.rule.shares(target.start, rows, len(source)).to(source.k)
+        scratch = None if self.map is None else self.map_on(source.k.device).scratch(self.blocks.count, shares)
         offsets, errors = [], []
         for layer in range(1, self.blocks.geometry.layers):
             k, v, to_k, to_v = (side[layer].index_select(1, rows) for side in (source.k, source.v, target.k, target.v))
@@ -93,11 +94,11 @@ class AffineState:
             dy = self.blocks.pack(to_k.float() - k.float(), to_v.float() - v.float())
             if self.sums is None:
                 sums.centre[self.blocks.rows(layer)] = x.float().mean(-2)
-            sums.add(self.blocks.rows(layer), x.float(), dy * stands_for, g.float() * stands_for)
+            sums.add(self.blocks.rows(layer), x.float(), dy * stands_for, decay)
             size = to_v.float().square().sum().clamp(min=1e-30)
             offsets.append((to_v.float() - v.float()).square().sum() / size)
-            if self.map is not None:
-                errors.append(self._left(layer, x, dy, shares) / size)
+            if scratch is not None:
+                errors.append(self._left(layer, x, dy, scratch) / size)
         error = float(torch.stack(errors).mean()) if errors else None
         self.record.learned_from(float(torch.stack(offsets).mean()), error, self.novelty(source))
         self.sums = sums
@@ -105,10 +106,9 @@ class AffineState:
         if self.record.learned in REFITS or self.record.learned % 50 == 0:
             self.solve()
 
-    def _left(self, layer: int, x: Tensor, dy: Tensor, shares: Tensor) -> Tensor:
-        """Squared value offsets that the present map leaves of ``dy``, of rows ``x`` ``[B, T, F]``, overwritten."""
-        target, found = x.float() + dy, self.map_on(x.device)
-        left = target - found.correct_(self.blocks.rows(layer), x, found.scratch(x, shares))
+    def _left(self, layer: int, x: Tensor, dy: Tensor, scratch: Scratch) -> Tensor:
+        """Squared value offsets that the present map leaves of ``dy``; ``x`` ``[B, T, F]`` is overwritten."""
+        left = x.float() + dy - self.map_on(x.device).correct_(self.blocks.rows(layer), x, scratch)
         return self.blocks.unpack(left)[1].square().sum()
 
     def solve(self) -> None:

@@ -102,8 +102,8 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
     """Solve for the map of every block. ``dtype`` is that of the KV it will be applied to."""
     weight = sums.weight.double().clamp(min=1e-12)[:, None]
     mean_x, mean_y = sums.inputs.double() / weight, sums.targets.double() / weight
-    mean = sums.mean().to(dtype)
-    shift = shrink * mean_y
+    exact = sums.mean()
+    mean, shift = exact.to(dtype), shrink * mean_y
     if rank == 0:
         empty = mean.new_zeros(*mean.shape, 0)
         return FittedMap.of(mean, shift.to(dtype), empty, empty.mT)
@@ -117,6 +117,6 @@ def fit(sums: Sums, rank: int | None, ridge_tokens: float, shrink: float, dtype:
         basis = leading_basis(cross, found, rank)
         down, up = found.solve(cross @ basis) / scale, basis.mT
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
-    missing = (mean.double() - sums.mean())[:, None].to(scale.dtype)
+    missing = (mean.double() - exact)[:, None].to(scale.dtype)
     shift = shift + (missing @ up if down is None else missing @ down @ up)[:, 0]
     return FittedMap.of(mean, shift.to(dtype), None if down is None else down.to(dtype), up.to(dtype))

@@ -52,12 +52,13 @@ class FittedMap:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.to_tensors().values())
 
-    def scratch(self, like: Tensor, shares: Tensor) -> Scratch:
-        """For rows such as ``like`` ``[B, T, F]``, each of which gets its share ``[T, 1]`` of the map."""
-        inner = like.new_empty(*like.shape[:2], self.lift.shape[-2])
+    def scratch(self, blocks: int, shares: Tensor) -> Scratch:
+        """For a layer of so many blocks, whose rows get their ``shares`` ``[T, 1]`` of the map."""
+        inner = shares.new_empty(blocks, len(shares), self.lift.shape[-2])
         inner[..., -1:] = shares
+        centred = shares.new_empty(blocks, len(shares), self.lift.shape[-1])
         # Written out, because a product with a column that is only expanded is several times slower.
-        return Scratch(torch.empty_like(like), inner, shares.expand(-1, self.lift.shape[-2] - 1).contiguous())
+        return Scratch(centred, inner, shares.expand(-1, inner.shape[-1] - 1).contiguous())
 
     def correct_(self, blocks: slice, x: Tensor, scratch: Scratch) -> Tensor:
         """Add to rows ``x`` ``[B, T, F]`` of some ``blocks`` their shares of the map, in place.
