@@ -327,7 +327,7 @@ def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
     assert torch.allclose(moved[:, 0], k[:, 0]) == (rule.heads is Heads.PER_HEAD)
 
 
-@pytest.mark.parametrize(("spread", "kept"), [(0.9, 0.99), (1.0, 0.8)])
+@pytest.mark.parametrize(("spread", "kept"), [(0.9, 0.995), (1.0, 0.85)])
 def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept: float) -> None:
     rng = torch.Generator().manual_seed(3)
     turn = torch.linalg.qr(torch.randn(2, 128, 128, generator=rng, dtype=torch.float64)).Q

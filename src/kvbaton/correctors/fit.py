@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbaton.correctors.fitted_map import FittedMap
 from kvbaton.correctors.sums import Sums
 
-SPARE_COLUMNS = 8
+SPARE_COLUMNS = 12
 """Of the subspace iteration: columns beside the wanted ones."""
 NARROW = 128
 """Features up to which a solve in float64 takes a few hundredths of a second for a whole model."""
