@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbaton.correctors.affine import FAINT, Affine
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs
-from kvbaton.correctors.fit import Standardised, leading_basis
+from kvbaton.correctors.fit import Ridge, leading_basis
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -93,16 +93,19 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
                                         c / s[:, None])
             w_full = slopes / s[:, None]
             if rule.rank is not None and rule.rank < f:
-                basis = torch.linalg.eigh(w_full.mT @ spread @ w_full).eigenvectors[:, f - rule.rank:]
+                basis = torch.linalg.eigh(c.mT @ w_full).eigenvectors[:, f - rule.rank:]
                 w_full = w_full @ basis @ basis.mT
-            shift = m / (m + rule.offset_prior) * my - mu @ w_full
+            usual = (w_full.mT @ spread @ w_full).trace().sqrt()
+            shift = m / (m + rule.offset_prior) * my
             strength = min(1, rule.text_tokens / len(source)) ** 0.5
             for t in range(len(source)):
                 x = features(source, layer, heads, t)
                 g = strength * (start / (start + t)) ** rule.decay
                 if g < FAINT:
                     continue
-                to_k, to_v = (g * (x @ w_full + shift)).view(2, len(heads), D)
+                slope = (x - mu) @ w_full
+                slope *= (rule.slope_limit * usual / slope.norm().clamp(min=1e-300)).clamp(max=1)
+                to_k, to_v = (g * (slope + shift)).view(2, len(heads), D)
                 out_k[layer, heads, t] += to_k
                 out_v[layer, heads, t] += to_v
     return out_k, out_v
@@ -113,7 +116,9 @@ def reference(rule: Affine, pairs: list[Pair], source: KV, start: int) -> tuple[
                                   Affine(rank=2, forget=0.8, skip_rows=4, decay=1.0, offset_prior=2.0),
                                   Affine(ridge_tokens=50, max_rows=7), Affine(max_rows=8, skip_rows=4),
                                   Affine(text_tokens=11, skip_rows=2), Affine(text_tokens=12, max_rows=9),
-                                  Affine(decay=3.0), Affine(text_tokens=1, decay=1.0)])
+                                  Affine(decay=3.0), Affine(text_tokens=1, decay=1.0), Affine(slope_limit=0.9),
+                                  Affine(slope_limit=0.9, rank=3, ridge_tokens=20, heads=Heads.PER_HEAD),
+                                  Affine(slope_limit=0.1, rank=None, ridge_tokens=5)])
 def test_equals_plain_loop(rule: Affine) -> None:
     pairs = [kv_pair(seed, tokens=20 + seed, start=5 + seed) for seed in range(4)]
     source, _ = kv_pair(50)
@@ -144,7 +149,7 @@ def test_equal_prefixes_leave_everything_as_it_is() -> None:
 
 
 def test_true_affine_data_is_recovered() -> None:
-    rule = Affine(rank=None, ridge_tokens=1e-4, decay=0.0, offset_prior=0.0, text_tokens=200)
+    rule = Affine(rank=None, ridge_tokens=1e-4, decay=0.0, offset_prior=0.0, text_tokens=200, slope_limit=1e3)
 
     def exact(seed: int) -> Pair:
         source, _ = kv_pair(seed, tokens=200)
@@ -333,7 +338,7 @@ def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept:
     turn = torch.linalg.qr(torch.randn(2, 128, 128, generator=rng, dtype=torch.float64)).Q
     values = spread ** torch.arange(128).double() if spread < 1 else torch.rand(128, generator=rng).double()
     cross, eye = (turn * values.sqrt()).mT, torch.eye(128, dtype=torch.float64).expand(2, 128, 128)
-    inputs = Standardised(torch.ones(2, 128).double(), torch.zeros(2).double(), eye)
+    inputs = Ridge(eye, torch.zeros(2, 128).double())
     # Without a ridge the slopes are the cross-correlation.
     basis = leading_basis(cross, inputs, 8)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(8, dtype=torch.float64).expand(2, 8, 8), atol=1e-5, rtol=0)
@@ -346,7 +351,7 @@ def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept:
 
 @pytest.mark.parametrize("ridge", [0.05, 2.0])
 def test_wide_features_are_cut_as_narrow_ones_are(ridge: float) -> None:
-    """Subspace iteration over ill-conditioned inputs explains what the eigenvectors of the slopes would."""
+    """Subspace iteration over ill-conditioned inputs explains what the eigenvectors of the fit would."""
     rng = torch.Generator().manual_seed(4)
     x = torch.randn(2, 300, 256, generator=rng, dtype=torch.float64) @ torch.randn(256, 256, generator=rng).double()
     x = (x - x.mean(-2, keepdim=True)) / x.std(-2, keepdim=True)
@@ -355,9 +360,9 @@ def test_wide_features_are_cut_as_narrow_ones_are(ridge: float) -> None:
     correlation, cross = x.mT @ x / 300, x.mT @ y / 300
     factor = torch.linalg.cholesky(correlation + ridge * torch.eye(256).double())
     slopes = torch.cholesky_solve(cross, factor)
-    moment = slopes.mT @ correlation @ slopes
+    moment = cross.mT @ slopes
     best = torch.linalg.eigvalsh(moment)[..., -16:].sum(-1)
-    basis = leading_basis(cross, Standardised(torch.ones(2, 256), torch.full((2,), ridge), factor), 16)
+    basis = leading_basis(cross, Ridge(factor, torch.full((2, 256), ridge).double()), 16)
     explained = (basis.mT @ moment @ basis).diagonal(dim1=-2, dim2=-1).sum(-1)
     assert bool((explained > 0.995 * best).all())
 

@@ -5,8 +5,9 @@ layer and group of KV heads, updated in closed form on every dense hop, serves e
 
     g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
     learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
-    correct  [k, v] + s g_t ((x - mean) A U + shift)         one thin product a layer; rank 0: the mean offset alone
+    correct  [k, v] + s g_t (limited((x - mean) A) U + shift)  one thin product a layer; rank 0: the mean offset alone
              s = min(1, text_tokens / T)^0.5                 T tokens of the segment; a row with s g_t < 0.1 is left
+             limited: no row's slope is more than slope_limit times as large as is usual among the rows learned
 
 Layer 0 is exact and left alone. Keys are unrotated throughout. Measurements: docs/results/affine/README.md.
 """
@@ -41,12 +42,13 @@ class Affine:
     down until an edge's map holds no more numbers than these (2.4 MB in half precision). ``ridge_tokens``: strength of
     the ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens
     beside it, however long it is, because its rows share one topic; what a map gets wrong they share, too, so that a
-    text longer than that is corrected by less (docs/decisions/0007). ``offset_prior`` p: the mean offset of m texts
-    counts m / (m + p). ``forget``: what was learned counts so much after each new text (1: nothing fades).
-    ``skip_rows``: first rows of a segment left out of learning, because the engine computes them (`Recipe.lead_rows`).
-    ``max_rows``: a longer text is learned from that many of its rows, spread over it, which then stand for all: the
-    rows of one text say much the same, and learning must stay cheap beside the hop that it learns from.
-    ``inputs`` and ``heads``: what one map sees, `correctors.blocks`.
+    text longer than that is corrected by less (docs/decisions/0007). ``slope_limit``: a row's slope |(x - mean) A|
+    counts at most so many times its root mean square over the rows learned (docs/decisions/0008). ``offset_prior`` p:
+    the mean offset of m texts counts m / (m + p). ``forget``: what was learned counts so much after each new text (1:
+    nothing fades). ``skip_rows``: first rows of a segment left out of learning, because the engine computes them
+    (`Recipe.lead_rows`). ``max_rows``: a longer text is learned from that many of its rows, spread over it, which then
+    stand for all: the rows of one text say much the same, and learning must stay cheap beside the hop that it learns
+    from. ``inputs`` and ``heads``: what one map sees, `correctors.blocks`.
     """
 
     rank: int | None = 32
@@ -54,6 +56,7 @@ class Affine:
     ridge_tokens: float = 500.0
     decay: float = 0.5
     text_tokens: int = 128
+    slope_limit: float = 2.0
     offset_prior: float = 2.0
     forget: float = 1.0
     skip_rows: int = 0
@@ -66,6 +69,8 @@ class Affine:
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 0:
             raise UsageError(f"rank must be None (full) or 0 and more, got {self.rank}")
+        if self.slope_limit <= 0 or not math.isfinite(self.slope_limit):
+            raise UsageError(f"slope_limit must be a finite number above 0, got {self.slope_limit}")
         if self.ridge_tokens <= 0 or self.offset_prior < 0 or self.decay < 0 or self.skip_rows < 0:
             raise UsageError("Affine needs ridge_tokens above 0, and offset_prior, decay and skip_rows of 0 or more")
         if min(self.max_rows, self.text_tokens, self.map_numbers) < 1:

@@ -115,7 +115,7 @@ class AffineState:
         """Fit the map to everything learned so far. Off the TTFT path: the engine's learner calls `learn`."""
         if self.sums is not None:
             shrink = self.seen.effective / (self.seen.effective + self.rule.offset_prior)
-            self.map = fit(self.sums, self.rule.rank, self.rule.ridge_tokens, shrink, self.blocks.geometry.dtype)
+            self.map = fit(self.sums, self.rule, shrink, self.blocks.geometry.dtype)
             self.lens = Lens.of(self.sums, self.blocks, self.rule.ridge_tokens)
 
     def merge(self, other: AffineState) -> None:

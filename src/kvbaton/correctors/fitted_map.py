@@ -1,6 +1,9 @@
 """FittedMap: what is applied of a fit.
 
-    y = shift + (x - mean(x)) A U        A [F, R], U [R, F]; rank None: A is left out, U is [F, F]
+    y = shift + limited((x - mean(x)) A) U        A [F, R], U [R, F]
+    limited(z) = z min(1, 1 / |z|)
+
+A row unlike those learned has slopes larger than any that were seen to be right: it gets no more than the limit.
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ class Scratch:
 class FittedMap:
     """A map that is ready for use, for N blocks of F features, in the KV's dtype; read-only.
 
-    ``mean`` ``[N, F]``, ``down`` ``[N, F, R]`` (None at full rank), ``lift`` ``[N, R + 1, F]`` (F + 1 at full rank): U
-    with the offset as its last row, so that one product adds both.
+    ``mean`` ``[N, F]``, ``down`` ``[N, F, R]``, ``lift`` ``[N, R + 1, F]``: U with the offset as its last row, so that
+    one product adds both.
     """
 
     mean: Tensor
-    down: Tensor | None
+    down: Tensor
     lift: Tensor
 
     @classmethod
-    def of(cls, mean: Tensor, shift: Tensor, down: Tensor | None, up: Tensor) -> FittedMap:
-        """From the parts of the equation: ``shift`` ``[N, F]``, ``up`` ``[N, R or F, F]``."""
+    def of(cls, mean: Tensor, shift: Tensor, down: Tensor, up: Tensor) -> FittedMap:
+        """From the parts of the equation: ``shift`` ``[N, F]``, ``down`` ``[N, F, R]``, ``up`` ``[N, R, F]``."""
         return cls(mean, down, torch.cat((up, shift[:, None]), 1))
 
     @property
@@ -66,32 +69,27 @@ class FittedMap:
         They are centred before the product because a key's bias can be a hundred times its spread, which a
         half-precision product would round away.
         """
-        inner = torch.sub(x, self.mean[blocks, None], out=scratch.centred)
-        if self.down is not None:
-            inner = inner @ self.down[blocks]
+        inner = torch.sub(x, self.mean[blocks, None], out=scratch.centred) @ self.down[blocks]
+        inner.flatten(0, 1).renorm_(2, 0, 1)
         torch.mul(inner, scratch.shares, out=scratch.inner[..., :-1])
         return x.baddbmm_(scratch.inner, self.lift[blocks])
 
     def to(self, device: torch.device) -> FittedMap:
-        down = None if self.down is None else self.down.to(device)
-        return FittedMap(self.mean.to(device), down, self.lift.to(device))
+        return FittedMap(self.mean.to(device), self.down.to(device), self.lift.to(device))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        parts = {"map.mean": self.mean, "map.lift": self.lift}
-        return parts if self.down is None else {**parts, "map.down": self.down}
+        return {"map.mean": self.mean, "map.down": self.down, "map.lift": self.lift}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], blocks: int, features: int, rank: int | None,
                      dtype: torch.dtype) -> FittedMap:
         """Raises StoreError where a part is missing, of another shape or type, or not finite."""
         inner = features if rank is None else rank
-        shapes = {"mean": (blocks, features), "lift": (blocks, inner + 1, features)}
-        if rank is not None:
-            shapes["down"] = (blocks, features, rank)
+        shapes = {"mean": (blocks, features), "down": (blocks, features, inner), "lift": (blocks, inner + 1, features)}
         parts = {}
         for name, shape in shapes.items():
             found = tensors.get(f"map.{name}")
             if found is None or found.shape != shape or found.dtype != dtype or not bool(found.isfinite().all()):
                 raise StoreError(f"affine state: map.{name} must be finite {dtype} of shape {shape}")
             parts[name] = found.clone()
-        return cls(parts["mean"], parts.get("down"), parts["lift"])
+        return cls(**parts)

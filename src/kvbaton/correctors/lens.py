@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.correctors.blocks import Blocks, spread_rows
-from kvbaton.correctors.fit import Standardised
+from kvbaton.correctors.fit import Ridge
 from kvbaton.correctors.sums import Sums
 from kvbaton.errors import StoreError
 from kvbaton.kv import KV
@@ -43,12 +43,12 @@ class Lens:
         first = blocks.rows(watched_layer(blocks)).start
         places = [blocks.single(head) for head in range(min(HEADS, blocks.alone.count))]
         some = Sums.stack([sums.part(slice(first + block, first + block + 1), features) for block, features in places])
-        found = Standardised.of(some, ridge_tokens)
+        found = Ridge.of(some, ridge_tokens)
         eye = torch.eye(found.factor.shape[-1], dtype=found.factor.dtype, device=found.factor.device)
         whiten = torch.linalg.solve_triangular(found.factor, eye.expand_as(found.factor), upper=False).mT
-        # tr(W^T R W) of the correlation R, because W^T (R + ridge) W = 1.
-        usual = (len(eye) - found.ridge * whiten.square().sum((-2, -1))).clamp(min=1e-12)
-        whiten = whiten / found.scale[..., None] / usual.sqrt()[:, None, None]
+        # tr(W^T G W) of the rows learned, whose gram is G, because W^T (G + ridge) W = 1.
+        usual = (len(eye) - (found.added[..., None] * whiten.square()).sum((-2, -1))).clamp(min=1e-12)
+        whiten = whiten * (some.weight.to(whiten.dtype) / usual).sqrt()[:, None, None]
         dtype = blocks.geometry.dtype
         return cls(some.mean().to(dtype), whiten.to(dtype).contiguous())
 
