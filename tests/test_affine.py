@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbaton.correctors.affine import FAINT, Affine
 from kvbaton.correctors.affine_state import AffineState
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs
-from kvbaton.correctors.fit import Ridge, leading_basis
+from kvbaton.correctors.fit import Ridge, cut
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
 
@@ -333,20 +333,21 @@ def test_variants_learn_and_know_what_they_see(rule: Affine) -> None:
 
 
 @pytest.mark.parametrize(("spread", "kept"), [(0.9, 0.995), (1.0, 0.85)])
-def test_leading_basis_explains_what_all_eigenvectors_would(spread: float, kept: float) -> None:
+def test_a_cut_explains_what_all_eigenvectors_would(spread: float, kept: float) -> None:
     rng = torch.Generator().manual_seed(3)
     turn = torch.linalg.qr(torch.randn(2, 128, 128, generator=rng, dtype=torch.float64)).Q
     values = spread ** torch.arange(128).double() if spread < 1 else torch.rand(128, generator=rng).double()
     cross, eye = (turn * values.sqrt()).mT, torch.eye(128, dtype=torch.float64).expand(2, 128, 128)
-    inputs = Ridge(eye, torch.zeros(2, 128).double())
-    # Without a ridge the slopes are the cross-correlation.
-    basis = leading_basis(cross, inputs, 8)
+    inputs = Ridge(eye, torch.full((2, 128), 0.1).double())
+    # Gram and ridge together are the unit matrix: the slopes are the cross-products.
+    slopes, basis, explains = cut(cross, inputs, 8)
+    torch.testing.assert_close(slopes, cross @ basis, atol=1e-5, rtol=0)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(8, dtype=torch.float64).expand(2, 8, 8), atol=1e-5, rtol=0)
     explained = (cross @ basis).square().sum((-2, -1))
     assert bool((explained >= kept * values.topk(8).values.sum()).all())
-    again = leading_basis(cross, inputs, 8)
-    assert torch.equal(again, basis)  # the same sums give the same map, anywhere
-    assert bool(leading_basis(torch.zeros_like(cross), inputs, 8).isfinite().all())
+    torch.testing.assert_close(explains, explained, atol=1e-5, rtol=1e-5)
+    assert torch.equal(cut(cross, inputs, 8).basis, basis)  # the same sums give the same map, anywhere
+    assert all(bool(part.isfinite().all()) for part in cut(torch.zeros_like(cross), inputs, 8))
 
 
 @pytest.mark.parametrize("ridge", [0.05, 2.0])
@@ -362,7 +363,7 @@ def test_wide_features_are_cut_as_narrow_ones_are(ridge: float) -> None:
     slopes = torch.cholesky_solve(cross, factor)
     moment = cross.mT @ slopes
     best = torch.linalg.eigvalsh(moment)[..., -16:].sum(-1)
-    basis = leading_basis(cross, Ridge(factor, torch.full((2, 256), ridge).double()), 16)
+    basis = cut(cross, Ridge(factor, torch.full((2, 256), ridge).double()), 16).basis
     explained = (basis.mT @ moment @ basis).diagonal(dim1=-2, dim2=-1).sum(-1)
     assert bool((explained > 0.995 * best).all())
 

@@ -11,7 +11,7 @@ Algorithm and measurements: docs/results/affine/README.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvbaton.correctors.sums import Sums
 if TYPE_CHECKING:
     from kvbaton.correctors.affine import Affine
 
-SPARE_COLUMNS = 12
+SPARE_COLUMNS = 16
 """Of the subspace iteration: columns beside the wanted ones."""
 NARROW = 128
 """Features up to which a solve in float64 takes a few hundredths of a second for a whole model."""
@@ -68,36 +68,52 @@ def precision(sums: Sums, ridge_tokens: float) -> torch.dtype:
     return torch.float32 if low and features > NARROW else torch.float64
 
 
-def leading_basis(cross: Tensor, inputs: Ridge, rank: int) -> Tensor:
-    """Orthonormal columns ``[N, F, rank]``: the directions of the targets that the slopes explain most of.
+class Cut(NamedTuple):
+    """Slopes that are cut to a rank: A^-1 C U^T U, where C ``[N, F, F]`` is the cross-products of inputs and targets.
 
-    They span the eigenvectors of M = C^T A^-1 C with the largest eigenvalues, where C is ``cross`` ``[N, F, F]``
-    (reduced-rank ridge regression, Mukherjee and Zhu 2011). Wide features go by one subspace iteration and a Nystrom
-    step in float32, with a few columns to spare, because A^-1 C and all eigenvectors would take most of the solving
-    time: what is explained stays within a hundredth of the exact basis' (tests/test_affine.py).
+    ``slopes`` ``[N, F, R]`` A^-1 C U^T; ``basis`` ``[N, F, R]`` U^T, orthonormal columns; ``explained`` ``[N]``
+    tr(U C^T A^-1 C U^T).
+    """
+
+    slopes: Tensor
+    basis: Tensor
+    explained: Tensor
+
+
+def uncut(cross: Tensor, inputs: Ridge) -> Cut:
+    """All of the slopes on ``cross``."""
+    slopes = inputs.solve(cross)
+    basis = torch.eye(cross.shape[-1], dtype=cross.dtype, device=cross.device).expand_as(cross)
+    return Cut(slopes, basis, (cross * slopes).sum((-2, -1)))
+
+
+def cut(cross: Tensor, inputs: Ridge, rank: int) -> Cut:
+    """Those along the directions of the targets that they explain most of.
+
+    These are the eigenvectors of M = C^T A^-1 C with the largest eigenvalues (reduced-rank ridge regression, Mukherjee
+    and Zhu 2011). Wide features go by subspace iteration (Halko, Martinsson and Tropp 2011) in float32, with some
+    columns to spare, because A^-1 C and all eigenvectors would take most of the solving time: what is explained stays
+    within a hundredth of the exact cut's (tests/test_affine.py).
     """
     features, columns = cross.shape[-1], rank + SPARE_COLUMNS
     if 4 * columns > features:
-        vectors: Tensor = torch.linalg.eigh(cross.mT @ inputs.solve(cross)).eigenvectors
-        return vectors[..., -rank:]
-    c, factor = cross.float(), inputs.factor.float()
-
-    def moment(basis: Tensor) -> Tensor:
-        return c.mT @ torch.cholesky_solve(c @ basis, factor)
-
-    start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0))
-    basis = torch.linalg.qr(moment(start.to(c.device).expand(*c.shape[:-2], features, columns))).Q
-    image = moment(basis)
-    # Nystrom: M is close to F F^T with F = image (basis^T M basis)^-1/2; its eigenvectors come from the small F^T F.
-    root = _whitened(image, basis.mT @ image)
-    return _whitened(root, root.mT @ root)[..., -rank:].to(cross.dtype)
+        whole = uncut(cross, inputs)
+        return _best(whole.slopes, whole.basis, cross, rank)
+    narrow = Ridge(inputs.factor.float(), inputs.added.float())
+    c = cross.float()
+    start = torch.randn(features, columns, generator=torch.Generator().manual_seed(0)).to(c.device)
+    # The first product takes A for its diagonal, which is in proportion to what the ridge adds: the next one does not.
+    basis = torch.linalg.qr(c.mT @ (start / narrow.added[..., None].sqrt())).Q
+    basis = torch.linalg.qr(c.mT @ narrow.solve(c @ basis)).Q
+    targets = c @ basis
+    return Cut(*(part.to(cross.dtype) for part in _best(narrow.solve(targets), basis, targets, rank)))
 
 
-def _whitened(x: Tensor, moment: Tensor) -> Tensor:
-    """``x`` times the eigenvectors of a symmetric ``moment``, each over the root of its eigenvalue, largest last."""
-    values, vectors = torch.linalg.eigh(moment)
-    scaled: Tensor = vectors / (values.clamp(min=1e-6 * values[..., -1:]) + 1e-30).sqrt()[..., None, :]
-    return x @ scaled
+def _best(slopes: Tensor, basis: Tensor, targets: Tensor, rank: int) -> Cut:
+    """The best directions within ``basis`` (Rayleigh-Ritz); ``targets`` are C basis, ``slopes`` A^-1 targets."""
+    values, vectors = torch.linalg.eigh(targets.mT @ slopes)
+    vectors = vectors[..., -rank:]
+    return Cut(slopes @ vectors, basis @ vectors, values[..., -rank:].sum(-1))
 
 
 def fit(sums: Sums, rule: Affine, shrink: float, dtype: torch.dtype) -> FittedMap:
@@ -111,16 +127,12 @@ def fit(sums: Sums, rule: Affine, shrink: float, dtype: torch.dtype) -> FittedMa
     inputs = Ridge.of(sums, rule.ridge_tokens)
     solved = inputs.factor.dtype
     cross = sums.cross.to(solved).addcmul(sums.inputs.to(solved)[:, :, None], mean_y.to(solved)[:, None], value=-1)
-    if rule.rank is None:
-        basis = torch.eye(cross.shape[-1], dtype=solved, device=cross.device).expand_as(cross)
-    else:
-        basis = leading_basis(cross, inputs, rule.rank)
-    targets = cross @ basis
-    slopes = inputs.solve(targets)
-    # Squared slopes of the rows learned, summed: tr(S^T G S) with G = A - diag(added) and A S = targets.
-    squares = (slopes * (targets - inputs.added[..., None] * slopes)).sum((-2, -1)).clamp(min=0)
-    limit = (rule.slope_limit * (squares / weight[:, 0].to(solved)).sqrt() + 1e-12)[:, None, None]
-    down, up = slopes / limit, basis.mT * limit
+    found = uncut(cross, inputs) if rule.rank is None else cut(cross, inputs, rule.rank)
+    # Mean square of the slopes of the rows learned: tr(S^T G S) with G = A - diag(added), over their weight.
+    squares = found.explained - (inputs.added[..., None] * found.slopes.square()).sum((-2, -1))
+    usual = (squares.clamp(min=0) / weight[:, 0].to(solved)).sqrt()
+    limit = (rule.slope_limit * usual + 1e-12)[:, None, None]
+    down, up = found.slopes / limit, found.basis.mT * limit
     # The mean is stored rounded to the KV's dtype: the shift takes up what that loses.
     missing = (mean.double() - exact)[:, None].to(solved)
     shift = shift + (missing @ down @ up)[:, 0]
