@@ -169,6 +169,30 @@ def test_true_affine_data_is_recovered() -> None:
     assert (k - target.k).abs().max() > 1e-2
 
 
+def test_a_row_unlike_those_learned_gets_no_more_than_the_limit() -> None:
+    rule = Affine(ridge_tokens=5.0, decay=0.0, text_tokens=10_000, slope_limit=1.5)
+    pairs = [kv_pair(seed, tokens=60) for seed in range(3)]
+
+    def slopes(limit: float, source: KV) -> Tensor:
+        """Of each row of a block of all heads: ``[L - 1, T]``."""
+        limited = replace(rule, slope_limit=limit)
+        state = learned(limited, pairs)
+        assert state.map is not None
+        k, v = corrected(limited, state, source, 7)
+        moved = torch.cat((k - source.k, v - source.v), -1).movedim(1, 2).flatten(-2)[1:]
+        shift = state.map.shift.view(L - 1, 2, H, D).movedim(1, 2).reshape(L - 1, 1, -1)
+        return (moved - shift).norm(dim=-1)
+
+    usual = torch.cat([slopes(1e3, source) for source, _ in pairs], -1).square().mean(-1, keepdim=True).sqrt()
+    strange = replace(pairs[0][0], k=50 * pairs[0][0].k)
+    assert bool((slopes(1e3, strange) > 10 * usual).any())
+    torch.testing.assert_close(slopes(1.5, strange).amax(-1, keepdim=True), 1.5 * usual, rtol=1e-3, atol=1e-3)
+    near = slopes(1e3, pairs[1][0])
+    kept = near < 1.49 * usual
+    assert bool(kept.any())
+    torch.testing.assert_close(slopes(1.5, pairs[1][0])[kept], near[kept], rtol=1e-3, atol=1e-4)
+
+
 def test_an_endless_ridge_leaves_only_the_mean_offset() -> None:
     pairs, (source, _) = [kv_pair(seed) for seed in range(3)], kv_pair(50)
     stiff = Affine(ridge_tokens=1e15)
