@@ -16,6 +16,7 @@ from kvbaton.correctors.blocks import Blocks, Heads, Inputs
 from kvbaton.correctors.fit import Ridge, cut
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 L, H, D = 3, 2, 4
 GEOMETRY = Geometry(L, H, D, torch.float32)
@@ -49,7 +50,7 @@ def learned(rule: Affine, pairs: list[Pair], geometry: Geometry = GEOMETRY) -> A
 
 
 def corrected(rule: Affine, state: AffineState, source: KV, start: int) -> tuple[Tensor, Tensor]:
-    layer = rule.correct(state, source, start)
+    layer = rule.correct(state, source, Place(start, len(source)))
     k, v = zip(*(layer(at) for at in range(len(source.k))), strict=True)
     return torch.stack(k), torch.stack(v)
 
@@ -131,13 +132,22 @@ def test_rows_that_would_get_next_to_nothing_are_left_alone() -> None:
     source, target = kv_pair(1, tokens=120, start=12)
     some, none = Affine(text_tokens=2), Affine(text_tokens=1)
     k, v = corrected(some, learned(some, [(source, target)]), source, 12)
-    first = int(some.shares(12, torch.arange(120), 120).count_nonzero())
+    first = int(some.shares(Place(12, 120), torch.arange(120)).count_nonzero())
     assert 0 < first < 120
     assert torch.equal(k[:, :, first:], source.k[:, :, first:])
     assert not bool((v[1:, :, :first] == source.v[1:, :, :first]).all(-1).any())
     k, v = corrected(none, learned(none, [(source, target)]), source, 12)
     assert torch.equal(k, source.k)
     assert torch.equal(v, source.v)
+
+
+def test_texts_that_are_corrected_together_are_corrected_by_less() -> None:
+    pairs, (source, _) = [kv_pair(seed) for seed in range(3)], kv_pair(50)
+    rule = Affine(text_tokens=len(source))
+    state = learned(rule, pairs)
+    alone, beside = (torch.stack([rule.correct(state, source, Place(11, tokens))(layer)[1] for layer in range(L)])
+                     for tokens in (len(source), 4 * len(source)))
+    torch.testing.assert_close(beside - source.v, (alone - source.v) / 2, atol=1e-5, rtol=1e-4)
 
 
 def test_equal_prefixes_leave_everything_as_it_is() -> None:
@@ -457,6 +467,6 @@ def test_misuse_is_refused() -> None:
             Affine(**wrong)  # type: ignore[arg-type]
     rule = Affine()
     with pytest.raises(InvariantError):
-        rule.correct(rule.new_state(GEOMETRY), kv_pair(0)[0], 3)
+        rule.correct(rule.new_state(GEOMETRY), kv_pair(0)[0], Place(3, 9))
     with pytest.raises(InvariantError):
         learned(rule, [kv_pair(0)]).merge(learned(Affine(rank=3), [kv_pair(0)]))

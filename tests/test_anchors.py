@@ -18,7 +18,7 @@ from kvbaton.correctors.anchors_state import AnchorState
 from kvbaton.errors import StoreError, UsageError
 from kvbaton.kv import KV, Geometry
 from kvbaton.memory import Memory, ModelIdentity, check_file
-from kvbaton.prompt import Edge
+from kvbaton.prompt import Edge, Place
 from toys import GEOMETRY, kv, shifted
 
 IDENTITY = ModelIdentity("tiny", "f00d", "rope0")
@@ -43,7 +43,7 @@ def taught(corrector: Anchors, sources: list[KV], scale: float = 1.0) -> AnchorS
 
 
 def corrected(corrector: Anchors, state: AnchorState, source: KV) -> tuple[Tensor, Tensor]:
-    correction = corrector.correct(state, source, 3)
+    correction = corrector.correct(state, source, Place(3, len(source)))
     layers = [correction(layer) for layer in range(len(source.k))]
     return torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers])
 
@@ -171,7 +171,7 @@ def test_layers_may_be_asked_for_in_any_order() -> None:
     corrector = Anchors(3)
     state, source = taught(corrector, [text(9, 1, WIDE), text(30, 2, WIDE)]), text(20, 3, WIDE)
     k, v = corrected(corrector, state, source)
-    correction = corrector.correct(state, source, 0)
+    correction = corrector.correct(state, source, Place(0, len(source)))
     for layer in (3, 0, 1, 1, 2):
         assert torch.equal(correction(layer)[0], k[layer])
         assert torch.equal(correction(layer)[1], v[layer])

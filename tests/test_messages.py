@@ -18,7 +18,7 @@ from kvbaton.gates import MessageEntropy
 from kvbaton.kv import KV
 from kvbaton.memory import Memory
 from kvbaton.overrides import override
-from kvbaton.prompt import Prompt, Segment
+from kvbaton.prompt import Place, Prompt, Segment
 from kvbaton.recipes import recipe
 from tiny import engine, ids, prompt
 from toys import GEOMETRY, kv
@@ -47,7 +47,7 @@ def test_token_weights_are_the_papers_softmax_of_mean_distances() -> None:
     state, source = taught(Messages(), (9, 7, 5, 8)), text(7, 99)
     usable = [m for m in state.held.values() if len(m) >= 7]
     assert len(usable) == 3
-    correction = Messages().correct(state, source, 0)
+    correction = Messages().correct(state, source, Place(0, len(source)))
     for side, index in (("k", 0), ("v", 1)):
         for token in range(7):
             distances = torch.stack([(getattr(source, side)[:, :, token] - getattr(m, side)[:, :, token]).abs().mean()
@@ -65,7 +65,7 @@ def test_own_text_weighs_messages_by_channel_over_their_last_tokens() -> None:
     for i, tokens in enumerate((9, 7)):
         corrector.learn(state, replace(own, before=text(tokens, i)), moved(own, kv(4, 50 + i).k, kv(4, 50 + i).v, 3))
     source = replace(own, before=text(6, 99))
-    k, v = corrector.correct(state, source, 30)(2)
+    k, v = corrector.correct(state, source, Place(30, len(source)))(2)
     for h in range(H):
         for d in range(D):
             distances = torch.stack([(source.before.v[2, h, :, d] - m.v[2, h, len(m) - 6:, d]).norm()
@@ -78,7 +78,7 @@ def test_own_text_weighs_messages_by_channel_over_their_last_tokens() -> None:
 
 def test_layer_0_is_left_as_it_is() -> None:
     source = text(5, 9)
-    k, v = Messages().correct(taught(Messages(), (5, 6)), source, 0)(0)
+    k, v = Messages().correct(taught(Messages(), (5, 6)), source, Place(0, len(source)))(0)
     assert torch.equal(k, source.k[0])
     assert torch.equal(v, source.v[0])
 
@@ -97,8 +97,9 @@ def test_equal_position_free_offsets_hold_at_every_position(start: int) -> None:
         for i, message in enumerate(wide):
             aligned.learn(state, message, KV(message.k + dk, message.v, 3, "b", True, token_ids=ids(6, i)))
     right = source.k[1] + dk[1]
-    torch.testing.assert_close(aligned.correct(states[0], source, start)(1)[0], right, rtol=0, atol=1e-5)
-    released = absolute.correct_turned(states[1], source, start, rope.turn)(1)[0]
+    place = Place(start, len(source))
+    torch.testing.assert_close(aligned.correct(states[0], source, place)(1)[0], right, rtol=0, atol=1e-5)
+    released = absolute.correct_turned(states[1], source, place, rope.turn)(1)[0]
     assert torch.allclose(released, right, atol=1e-4) == (start == 3)
 
 

@@ -9,6 +9,7 @@ from kvbaton.correctors.oracle import Oracle
 from kvbaton.correctors.pool import rows_of
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 from toys import kv, shifted
 
 WIDE = Geometry(3, 2, 8, torch.float32)
@@ -18,7 +19,7 @@ def told(rank: int | None, source: KV, truth: KV) -> KV:
     oracle = Oracle(rank)
     state = oracle.reveal(truth, source)
     assert oracle.can_correct(state, source)
-    layers = [oracle.correct(state, source, 0)(layer) for layer in range(len(source.k))]
+    layers = [oracle.correct(state, source, Place(0, len(source)))(layer) for layer in range(len(source.k))]
     return KV(torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers]), 0, "b", False)
 
 

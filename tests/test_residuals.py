@@ -11,6 +11,7 @@ from kvbaton.correctors.residuals import Residuals, ResidualState, Sparse
 from kvbaton.errors import StoreError, UsageError
 from kvbaton.gates import ExactKey
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 L, H, T, D = 3, 2, 5, 4
 GEOMETRY = Geometry(L, H, D, torch.float32)
@@ -40,7 +41,7 @@ def test_full_residual_gives_back_the_target_and_leaves_the_source() -> None:
     corrector = Residuals(sightings=1)
     state = learned(corrector, source.token_ids)
     assert corrector.can_correct(state, source)
-    correction = corrector.correct(state, source, 40)
+    correction = corrector.correct(state, source, Place(40, len(source)))
     for layer in range(L):
         k, v = correction(layer)
         torch.testing.assert_close(k, target.k[layer], rtol=0, atol=1e-6)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbaton.correctors.base import Correction
 from kvbaton.errors import InvariantError, StoreError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 GEOMETRY = Geometry(3, 2, 4, torch.float32)
 
@@ -79,7 +80,7 @@ class MeanOffset:
     def can_correct(self, state: Any, source: KV) -> bool:
         return state is not None and state.texts > 0
 
-    def correct(self, state: Any, source: KV, start: int) -> Correction:
+    def correct(self, state: Any, source: KV, place: Place) -> Correction:
         k, v = (state.total / state.texts)[..., None, :]
         return lambda layer: (source.k[layer] + k[layer], source.v[layer] + v[layer])
 

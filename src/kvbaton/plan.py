@@ -59,6 +59,11 @@ class Plan:
         return tuple(step for step in self.steps if step.action is not Action.RECOMPUTE)
 
     @property
+    def corrected_tokens(self) -> int:
+        """Tokens of all segments that are corrected."""
+        return sum(len(step.span) for step in self.steps if step.action is Action.CORRECT)
+
+    @property
     def dense(self) -> bool:
         """Nothing is reused: every KV of this hop comes out exact."""
         return not self.reused

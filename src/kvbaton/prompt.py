@@ -1,4 +1,4 @@
-"""Segment, Prompt, Span and Edge: what a prompt is made of, and whose it is.
+"""Segment, Prompt, Span, Place and Edge: what a prompt is made of, and whose it is.
 
     segments   [ own text ][ share: question ][ own ][ share: solver ][ own ]
     spans      [0,       9)[9,            74)[74,81)[81,         140)[140,147)
@@ -26,6 +26,15 @@ class Span:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a reader meets a text that is corrected: its first position ``start``, and the tokens of all texts that
+    the hop corrects, this one among them."""
+
+    start: int
+    corrected: int
 
 
 @dataclass(frozen=True)

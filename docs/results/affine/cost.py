@@ -26,7 +26,7 @@ from kvbaton.engine.result import HopResult
 from kvbaton.engine.sampling import Generate
 from kvbaton.engine.session import Session
 from kvbaton.kv import KV, Geometry
-from kvbaton.prompt import Prompt, Segment
+from kvbaton.prompt import Place, Prompt, Segment
 from kvbaton.recipes import recipe
 from kvbaton.references import RunStore
 
@@ -93,7 +93,7 @@ class Bench:
         source, took = KV(k, k.clone(), 60, "source", True), []
         for _ in range(repeats):
             begin = time.perf_counter()
-            layer = session.recipe.corrector.correct(state, source, 80)
+            layer = session.recipe.corrector.correct(state, source, Place(80, self.tokens))
             for at in range(geometry.layers):
                 layer(at)
             took.append(time.perf_counter() - begin)

@@ -18,6 +18,7 @@ from kvbaton.correctors.sums import Sums
 from kvbaton.correctors.texts import Texts
 from kvbaton.errors import InvariantError
 from kvbaton.kv import KV
+from kvbaton.prompt import Place
 
 if TYPE_CHECKING:
     from kvbaton.correctors.affine import Affine
@@ -85,7 +86,7 @@ class AffineState:
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
         decay = row_decay(target.start, rows, self.rule.decay, source.k.dtype).float() * stands_for
-        shares = self.rule.shares(target.start, rows, len(source)).to(source.k)
+        shares = self.rule.shares(Place(target.start, len(source)), rows).to(source.k)
         scratch = None if self.map is None else self.map_on(source.k.device).scratch(self.blocks.count, shares)
         offsets, errors = [], []
         for layer in range(1, self.blocks.geometry.layers):
@@ -114,8 +115,7 @@ class AffineState:
     def solve(self) -> None:
         """Fit the map to everything learned so far. Off the TTFT path: the engine's learner calls `learn`."""
         if self.sums is not None:
-            shrink = self.seen.effective / (self.seen.effective + self.rule.offset_prior)
-            self.map = fit(self.sums, self.rule, shrink, self.blocks.geometry.dtype)
+            self.map = fit(self.sums, self.rule, self.seen.effective, self.blocks.geometry.dtype)
             self.lens = Lens.of(self.sums, self.blocks, self.rule.ridge_tokens)
 
     def merge(self, other: AffineState) -> None:

@@ -23,6 +23,7 @@ from kvbaton.correctors.pool import Anchor, Pool, Side, blocks
 from kvbaton.correctors.stacks import Stack
 from kvbaton.errors import UsageError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Anchors:
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, AnchorState) and state.pool is not None
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         """Also credits the anchors with their weights, by which the pool forgets."""
         assert isinstance(state, AnchorState)
         pool = state.pool_on(source.k.device)

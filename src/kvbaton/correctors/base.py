@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbaton.errors import InvariantError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
 """Unrotated keys and values ``[H, T, D]`` of one layer."""
@@ -69,8 +70,8 @@ class Corrector(Protocol):
         """Whether `correct` would change anything; False is planned as a plain reuse."""
         ...
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
-        """Prepare the correction of ``source`` for use at position ``start``. Pure; unrotated in, unrotated out."""
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
+        """Prepare the correction of ``source`` for use at ``place``. Pure; unrotated in, unrotated out."""
         ...
 
     def learn(self, state: EdgeState, source: KV, target: KV) -> None:
@@ -90,7 +91,7 @@ Turn: TypeAlias = Callable[[Tensor, int, int], Tensor]
 class Turning(Protocol):
     """A corrector whose offsets are rotated, as some released code has them, so that it needs the model's rotation."""
 
-    def correct_turned(self, state: Any, source: KV, start: int, turn: Turn) -> Correction:
+    def correct_turned(self, state: Any, source: KV, place: Place, turn: Turn) -> Correction:
         """`Corrector.correct` with the rotation at hand; the engine calls it instead."""
         ...
 
@@ -135,7 +136,7 @@ class NoCorrection:
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return False
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         return as_is(source)
 
     def learn(self, state: EdgeState, source: KV, target: KV) -> None: ...

@@ -1,10 +1,10 @@
 """Fit: a ridge regression on standardised features, cut to a rank.
 
-    y = shrink * mean(y) + limited((x - mean(x)) A) U      A [F, R], U [R, F]; rank None: R is F
+    y = m / (m + p) mean(y) + limited((x - mean(x)) A) U      A [F, R], U [R, F]; rank None: R is F
     limited(z) = z min(1, 1 / |z|)                         A is scaled so that |z| is 1 at the limit
 
 The ridge is a constant number of tokens, the same for every model, layer and head, and does not touch the mean
-offset; that one is shrunk by the number of texts, because the mean of one text is not the mean of an edge.
+offset; that one is shrunk by the number m of texts, because the mean of one text is not the mean of an edge.
 Algorithm and measurements: docs/results/affine/README.md.
 """
 
@@ -116,11 +116,11 @@ def _best(slopes: Tensor, basis: Tensor, targets: Tensor, rank: int) -> Cut:
     return Cut(slopes @ vectors, basis @ vectors, values[..., -rank:].sum(-1))
 
 
-def fit(sums: Sums, rule: Affine, shrink: float, dtype: torch.dtype) -> FittedMap:
-    """Solve for the map of every block. ``dtype`` is that of the KV it will be applied to."""
+def fit(sums: Sums, rule: Affine, texts: float, dtype: torch.dtype) -> FittedMap:
+    """Solve for the map of every block, from so many texts. ``dtype`` is that of the KV it will be applied to."""
     weight = sums.weight.double().clamp(min=1e-12)[:, None]
     mean_y, exact = sums.targets.double() / weight, sums.mean()
-    mean, shift = exact.to(dtype), shrink * mean_y
+    mean, shift = exact.to(dtype), texts / (texts + rule.offset_prior) * mean_y
     if rule.rank == 0:
         empty = mean.new_zeros(*mean.shape, 0)
         return FittedMap.of(mean, shift.to(dtype), empty, empty.mT)

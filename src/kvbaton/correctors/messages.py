@@ -23,6 +23,7 @@ from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turn, no_rev
 from kvbaton.correctors.messages_state import Message, MessageState
 from kvbaton.errors import UsageError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 Weights: TypeAlias = tuple[Tensor, Tensor]
 """Weights of A messages for keys and for values: ``[A, T]`` by token or ``[A, L, H, D]`` by channel."""
@@ -46,7 +47,7 @@ class Messages:
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, MessageState) and bool(state.usable(len(source.before or source)))
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         """Also counts a use of the nearest messages, by which the pool forgets."""
         assert isinstance(state, MessageState)
         messages, weights = self._prepare(state, source)
@@ -71,12 +72,12 @@ class Messages:
 class AbsoluteMessages(Messages):
     """As the released code: key offsets stay rotated to where they were made. For parity only."""
 
-    def correct_turned(self, state: EdgeState, source: KV, start: int, turn: Turn) -> Correction:
+    def correct_turned(self, state: EdgeState, source: KV, place: Place, turn: Turn) -> Correction:
         """`correct`, with ``turn`` of the model at hand."""
         assert isinstance(state, MessageState)
         messages, weights = self._prepare(state, source)
         return lambda layer: _mix(messages, weights, source, layer,
-                                  lambda dk, message: turn(dk, message.start - start, layer))
+                                  lambda dk, message: turn(dk, message.start - place.start, layer))
 
 
 def _by_token(messages: list[Message], text: KV) -> Weights:

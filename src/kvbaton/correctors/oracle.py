@@ -11,6 +11,7 @@ from kvbaton.correctors.base import Correction, EdgeState, NoState
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 from kvbaton.lowrank import LowRank
+from kvbaton.prompt import Place
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Oracle:
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, Truth) and state.kv is not None
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         assert isinstance(state, Truth)
         truth = state.kv
         assert truth is not None

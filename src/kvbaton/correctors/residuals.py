@@ -16,6 +16,7 @@ from torch import Tensor
 from kvbaton.correctors.base import Correction, EdgeState, no_reveal
 from kvbaton.errors import InvariantError, StoreError, UsageError
 from kvbaton.kv import KV, Geometry
+from kvbaton.prompt import Place
 
 Ids = tuple[int, ...]
 
@@ -126,7 +127,7 @@ class Residuals:
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
         return isinstance(state, ResidualState) and source.token_ids in state.held
 
-    def correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         assert isinstance(state, ResidualState)
         k, v = state.held[source.token_ids]
         return lambda layer: ((k.add_to(source.k[layer], layer), v.add_to(source.v[layer], layer)) if layer

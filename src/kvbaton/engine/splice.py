@@ -20,7 +20,7 @@ from kvbaton.engine.hf import HFEngine, PackedPass, Watch
 from kvbaton.errors import InvariantError
 from kvbaton.kv import KV
 from kvbaton.plan import Action, Plan, Step
-from kvbaton.prompt import Prompt
+from kvbaton.prompt import Place, Prompt
 from kvbaton.recipes import Mask, PrivateText, Recipe
 from kvbaton.references import Keep
 from kvbaton.selectors.base import Compared, LayerView, Need, NoRows, ReusedRows, Selection
@@ -108,7 +108,7 @@ class Splice(Watch):
         if step.action is Action.CORRECT:
             if step.state is None:
                 raise InvariantError(f"segment {step.index} is planned for correction without a state")
-            correction = self._correct(step.state, step.source, step.span.start)
+            correction = self._correct(step.state, step.source, Place(step.span.start, self._plan.corrected_tokens))
         geometry, device = self._engine.geometry, self._engine.device
         recipe = self._recipe
         changes = (step.action is Action.CORRECT or recipe.lead_rows > 0 or not isinstance(recipe.selector, NoRows)
@@ -118,11 +118,11 @@ class Splice(Watch):
         positions = torch.arange(step.span.start, step.span.end, device=device)
         return _Reused(step, step.source, correction, positions, held)
 
-    def _correct(self, state: EdgeState, source: KV, start: int) -> Correction:
+    def _correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         corrector = self._recipe.corrector
         if not isinstance(corrector, Turning):
-            return corrector.correct(state, source, start)
-        return corrector.correct_turned(state, source, start, self._engine.rope.turn)
+            return corrector.correct(state, source, place)
+        return corrector.correct_turned(state, source, place, self._engine.rope.turn)
 
     def _to_capture(self) -> list[int]:
         """Segments whose fresh KV somebody will want: the next reader, the learner, or the agent itself later."""

@@ -78,6 +78,12 @@ class Hop:
         return [(i, Span(part.start, part.end)) for i, (part, verdict)
                 in enumerate(zip(self.shared, self.judged, strict=True)) if verdict.reused]
 
+    @property
+    def corrected_tokens(self) -> int:
+        """Tokens of all segments that the verdicts correct."""
+        return sum(part.end - part.start for part, verdict in zip(self.shared, self.judged, strict=True)
+                   if verdict.action == "correct")
+
     def salt(self) -> str:
         """What a prefix-cache block of this hop holds besides exact KV: equal for two hops that reuse the same."""
         reuse = [(part.start, part.end, part.source, verdict.action, str(verdict.edge))

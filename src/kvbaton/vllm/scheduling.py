@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbaton.errors import KVBatonError
 from kvbaton.kv import Geometry
-from kvbaton.prompt import Span
+from kvbaton.prompt import Place, Span
 from kvbaton.vllm import LOGGER, planning
 from kvbaton.vllm.hop import Hop, find_content, find_marked, role_of
 from kvbaton.vllm.leaving import Leavings
@@ -220,9 +220,10 @@ class SchedulerRole:
             assert segment.source is not None
             assert hop.verdicts is not None
             verdict = hop.verdicts[part.segment]
+            place = Place(segment.start, hop.corrected_tokens)
             loads.append(Load(
                 hop.request.request_id, part.segment, hop.lane, segment.source, segment.end - segment.start,
-                segment.start, rows.start - segment.start, tuple(slots_of(table, *_ends(rows), self.block_size)),
+                place, rows.start - segment.start, tuple(slots_of(table, *_ends(rows), self.block_size)),
                 tuple(blocks_of(table, *_ends(rows), self.block_size)),
                 verdict.edge if verdict.action == "correct" else None))
             hop.loaded[part.segment] = hop.loaded.get(part.segment, 0) + len(rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvbaton.prompt import Edge
+from kvbaton.prompt import Edge, Place
 from kvbaton.vllm.options import Method
 
 
@@ -95,7 +95,7 @@ class Teach:
 class Load:
     """Write rows ``[first, first + len(slots))`` of a segment into ``slots``; ``blocks`` are reported on refusal.
 
-    ``start``: position of the segment's first row; ``tokens``: its length. ``edge`` None: moved as it is.
+    ``tokens``: length of the segment; ``place``: where it stands. ``edge`` None: moved as it is.
     """
 
     request: str
@@ -103,7 +103,7 @@ class Load:
     lane: Lane
     source: Source
     tokens: int
-    start: int
+    place: Place
     first: int
     slots: tuple[int, ...]
     blocks: tuple[int, ...]

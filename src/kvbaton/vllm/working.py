@@ -244,7 +244,7 @@ class WorkerRole:
         correction = self._correction(load, source)
         at = self._at(load.slots)
         rows = slice(load.first, load.first + len(load.slots))
-        positions = self._positions(load.start + load.first, len(load.slots))
+        positions = self._positions(load.place.start + load.first, len(load.slots))
         for layer, cache in enumerate(self.layers):
             k, v = correction(layer)
             if load.edge is not None and not _finite(k[:, load.first], v[:, load.first]):
@@ -257,7 +257,7 @@ class WorkerRole:
         corrector, state = load.lane.method.recipe().corrector, self.memory(load.lane).state(load.edge)
         if state is None or not corrector.can_correct(state, source):
             raise Refused("learned state gone")
-        return corrector.correct(state, source, load.start)
+        return corrector.correct(state, source, load.place)
 
     def _lane_reports(self) -> dict[Lane, LaneReport]:
         with self._lock:
