@@ -132,7 +132,7 @@ def test_rows_that_would_get_next_to_nothing_are_left_alone() -> None:
     source, target = kv_pair(1, tokens=120, start=12)
     some, none = Affine(text_tokens=2), Affine(text_tokens=1)
     k, v = corrected(some, learned(some, [(source, target)]), source, 12)
-    first = int(some.shares(Place(12, 120), torch.arange(120)).count_nonzero())
+    first = int(some.shares(12, torch.arange(120), 120).count_nonzero())
     assert 0 < first < 120
     assert torch.equal(k[:, :, first:], source.k[:, :, first:])
     assert not bool((v[1:, :, :first] == source.v[1:, :, :first]).all(-1).any())
@@ -141,13 +141,17 @@ def test_rows_that_would_get_next_to_nothing_are_left_alone() -> None:
     assert torch.equal(v, source.v)
 
 
-def test_texts_that_are_corrected_together_are_corrected_by_less() -> None:
+@pytest.mark.parametrize("rule", [Affine(), Affine(heads=Heads.PER_HEAD), Affine(inputs=Inputs.SPLIT), Affine(rank=0)])
+def test_keys_of_texts_that_are_corrected_together_are_corrected_by_less(rule: Affine) -> None:
     pairs, (source, _) = [kv_pair(seed) for seed in range(3)], kv_pair(50)
-    rule = Affine(text_tokens=len(source))
+    rule = replace(rule, text_tokens=len(source))
     state = learned(rule, pairs)
-    alone, beside = (torch.stack([rule.correct(state, source, Place(11, tokens))(layer)[1] for layer in range(L)])
+    alone, beside = ([rule.correct(state, source, Place(11, tokens))(layer) for layer in range(L)]
                      for tokens in (len(source), 4 * len(source)))
-    torch.testing.assert_close(beside - source.v, (alone - source.v) / 2, atol=1e-5, rtol=1e-4)
+    for layer, ((k, v), (less_k, same_v)) in enumerate(zip(alone, beside, strict=True)):
+        torch.testing.assert_close(less_k - source.k[layer], (k - source.k[layer]) / 2, atol=1e-5, rtol=1e-4)
+        assert torch.equal(same_v, v)
+        assert layer == 0 or not torch.equal(less_k, k)
 
 
 def test_equal_prefixes_leave_everything_as_it_is() -> None:

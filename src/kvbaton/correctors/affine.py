@@ -6,8 +6,9 @@ layer and group of KV heads, updated in closed form on every dense hop, serves e
     g_t = (P / (P + t))^decay        P tokens of the reader before the segment, t position in the segment
     learn    x = [k, v], y = offset / g_t, weight g_t^2      sums only, no text is kept
     correct  [k, v] + s g_t (limited((x - mean) A) U + shift)   one thin product a layer; rank 0: the mean offset alone
-             s = min(1, text_tokens / T)^0.5   T tokens of all texts that the hop corrects; s g_t < 0.1: the row is left
+             s = min(1, text_tokens / T)^0.5   T tokens of the text for a value, of all that the hop corrects for a key
              limited: no row's slope is more than slope_limit times as large as is usual among the rows learned
+             A row whose value would get less than a tenth of the map is left as it is.
 
 Layer 0 is exact and left alone. Keys are unrotated throughout. Measurements: docs/results/affine/README.md.
 """
@@ -39,11 +40,12 @@ FAINT = 0.1
 class Affine:
     """A ridge map from a row's key and value to its offset.
 
-    ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``map_numbers``: a rank above 8 is cut
-    down until an edge's map holds no more numbers than these (2.4 MB in half precision). ``ridge_tokens``: strength of
-    the ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so many tokens
-    beside it, however long it is, because its rows share one topic; what maps get wrong all rows of a hop share, too,
-    so that a hop which corrects more than that is corrected by less (docs/decisions/0007, 0009). ``slope_limit``: a
+    ``rank`` of the slope: None is full, 0 keeps only the mean offset (`shift`). ``map_numbers``: a rank above 8 is
+    cut down until an edge's map holds no more numbers than these (2.4 MB in half precision). ``ridge_tokens``:
+    strength of the ridge, as if that many tokens had said "no slope". ``text_tokens``: a text counts as at most so
+    many tokens beside it, however long it is, because its rows share one topic; what a map gets wrong they share,
+    too, so that a text longer than that is corrected by less, and keys, which compete for attention with all others
+    of the hop, by less where all texts of the hop together are longer (docs/decisions/0007, 0009). ``slope_limit``: a
     row's slope |(x - mean) A| counts at most so many times its root mean square over the rows learned
     (docs/decisions/0008). ``offset_prior`` p: the mean offset of m texts counts m / (m + p). ``forget``: what was
     learned counts so much after each new text (1: nothing fades). ``skip_rows``: first rows of a segment left out of
@@ -94,10 +96,13 @@ class Affine:
         rank = min(self.rank, max(fits, UNCUT_RANK))
         return None if rank >= blocks.features else rank
 
-    def shares(self, place: Place, rows: Tensor) -> Tensor:
-        """What rows t (``rows`` ``[m]``) of a segment get of the map: s g_t ``[m, 1]``, falling."""
-        strength = math.sqrt(min(1.0, self.text_tokens / place.corrected))
-        share = row_decay(place.start, rows, self.decay, torch.float32) * strength
+    def strength(self, tokens: int) -> float:
+        """What texts of so many tokens get of the map: s."""
+        return math.sqrt(min(1.0, self.text_tokens / tokens))
+
+    def shares(self, start: int, rows: Tensor, tokens: int) -> Tensor:
+        """What the values of rows t (``rows`` ``[m]``) of a text of so many tokens get: s g_t ``[m, 1]``, falling."""
+        share = row_decay(start, rows, self.decay, torch.float32) * self.strength(tokens)
         return share * (share >= FAINT)
 
     def can_correct(self, state: EdgeState | None, source: KV) -> bool:
@@ -106,8 +111,10 @@ class Affine:
     def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
         if not isinstance(state, AffineState) or state.map is None:
             raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
-        blocks, found = state.blocks, state.map_on(source.k.device)
-        shares = self.shares(place, torch.arange(len(source)))
+        blocks = state.blocks
+        keys = self.strength(place.corrected) / self.strength(len(source))
+        found = state.map_on(source.k.device).scaled(blocks.weights(keys, 1.0))
+        shares = self.shares(place.start, torch.arange(len(source)), len(source))
         first = int(shares.count_nonzero())
         shares = shares[:first].to(source.k)
         scratch = found.scratch(blocks.count, shares)

@@ -18,7 +18,6 @@ from kvbaton.correctors.sums import Sums
 from kvbaton.correctors.texts import Texts
 from kvbaton.errors import InvariantError
 from kvbaton.kv import KV
-from kvbaton.prompt import Place
 
 if TYPE_CHECKING:
     from kvbaton.correctors.affine import Affine
@@ -86,7 +85,7 @@ class AffineState:
         if self.rule.forget < 1:
             sums.scale(self.rule.forget)
         decay = row_decay(target.start, rows, self.rule.decay, source.k.dtype).float() * stands_for
-        shares = self.rule.shares(Place(target.start, len(source)), rows).to(source.k)
+        shares = self.rule.shares(target.start, rows, len(source)).to(source.k)
         scratch = None if self.map is None else self.map_on(source.k.device).scratch(self.blocks.count, shares)
         offsets, errors = [], []
         for layer in range(1, self.blocks.geometry.layers):

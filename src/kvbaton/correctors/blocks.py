@@ -91,6 +91,11 @@ class Blocks:
         k, v = (part.view(*part.shape[:-1], self.together, -1).movedim(-2, -3).flatten(-4, -3) for part in (k, v))
         return k, v
 
+    def weights(self, key: float, value: float) -> Tensor:
+        """One number for every feature of a layer's blocks, by what it belongs to: ``[B, F]``."""
+        heads, dim = self.geometry.kv_heads, self.geometry.head_dim
+        return self.pack(torch.full((heads, 1, dim), key), torch.full((heads, 1, dim), value))[:, 0]
+
     @property
     def alone(self) -> Blocks:
         """The same with a block for every head."""

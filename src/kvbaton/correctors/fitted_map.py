@@ -74,6 +74,11 @@ class FittedMap:
         torch.mul(inner, scratch.shares, out=scratch.inner[..., :-1])
         return x.baddbmm_(scratch.inner, self.lift[blocks])
 
+    def scaled(self, by: Tensor) -> FittedMap:
+        """The map whose results are ``by`` ``[B, F]`` times as large, for the B blocks of every layer."""
+        layers = len(self.lift) // len(by)
+        return FittedMap(self.mean, self.down, self.lift * by.to(self.lift).repeat(layers, 1)[:, None])
+
     def to(self, device: torch.device) -> FittedMap:
         return FittedMap(self.mean.to(device), self.down.to(device), self.lift.to(device))
 
