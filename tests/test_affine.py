@@ -466,7 +466,8 @@ def test_bytes_are_the_formula() -> None:
 
 def test_misuse_is_refused() -> None:
     for wrong in ({"rank": -1}, {"ridge_tokens": 0.0}, {"forget": 0.0}, {"forget": 1.5}, {"skip_rows": -1},
-                  {"max_rows": 0}, {"text_tokens": 0}, {"map_numbers": 0}):
+                  {"max_rows": 0}, {"text_tokens": 0}, {"map_numbers": 0}, {"slope_limit": 0.0},
+                  {"slope_limit": float("inf")}, {"slope_limit": float("nan")}):
         with pytest.raises(UsageError):
             Affine(**wrong)  # type: ignore[arg-type]
     rule = Affine()

@@ -14,7 +14,7 @@ from kvbaton.prompt import Place, Prompt
 from kvbaton.recipes import recipe
 from toys import MeanOffset
 
-TEXTS = {"question": tiny.ids(20, 1), "rules": tiny.ids(12, 2), "note": tiny.ids(7, 3)}
+TEXTS = {"question": tiny.ids(20, 1), "rules": tiny.ids(12, 2)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from kvbaton.recipes import names
 _INK, _GRID = "#010203", "#0a0b0c"
 _SERIES = tuple(f"#{0x30 + i:02x}{0x40 + i:02x}{0x50 + i:02x}" for i in range(10))
 _MARKERS = "osD^vPX*<>"
-_PLACES = {name: i for i, name in enumerate(names())}
 _STYLE = {
     "svg.fonttype": "path", "svg.hashsalt": "kvbaton", "font.size": 10, "text.color": _INK, "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK, "axes.titlesize": 11, "axes.grid": True,
@@ -44,7 +43,8 @@ class Dot:
 
 def _look(name: str, i: int) -> dict[str, str]:
     """Colour and marker: a method's own, the same in every plot; anything else goes by its place ``i`` in its plot."""
-    i = _PLACES.get(name, len(_PLACES) + i)
+    known = names()
+    i = known.index(name) if name in known else len(known) + i
     return {"color": _SERIES[i % len(_SERIES)], "marker": _MARKERS[(i + i // len(_SERIES)) % len(_MARKERS)]}
 
 

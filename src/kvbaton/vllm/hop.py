@@ -81,8 +81,7 @@ class Hop:
     @property
     def corrected_tokens(self) -> int:
         """Tokens of all segments that the verdicts correct."""
-        return sum(part.end - part.start for part, verdict in zip(self.shared, self.judged, strict=True)
-                   if verdict.action == "correct")
+        return sum(len(span) for i, span in self.reused if self.judged[i].action == "correct")
 
     def salt(self) -> str:
         """What a prefix-cache block of this hop holds besides exact KV: equal for two hops that reuse the same."""

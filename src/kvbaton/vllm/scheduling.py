@@ -214,16 +214,16 @@ class SchedulerRole:
                 salt_request(hop.request, hop.salt(), hop.pieces[0].span.start // self.block_size)
 
     def _loads(self, hop: Hop, span: Span, table: Sequence[int]) -> list[Load]:
-        loads = []
+        loads, corrected = [], hop.corrected_tokens
         for part in planning.cut(hop.pieces, span.start, span.end):
             segment, rows = hop.shared[part.segment], part.span
             assert segment.source is not None
             assert hop.verdicts is not None
             verdict = hop.verdicts[part.segment]
-            place = Place(segment.start, hop.corrected_tokens)
             loads.append(Load(
                 hop.request.request_id, part.segment, hop.lane, segment.source, segment.end - segment.start,
-                place, rows.start - segment.start, tuple(slots_of(table, *_ends(rows), self.block_size)),
+                Place(segment.start, corrected), rows.start - segment.start,
+                tuple(slots_of(table, *_ends(rows), self.block_size)),
                 tuple(blocks_of(table, *_ends(rows), self.block_size)),
                 verdict.edge if verdict.action == "correct" else None))
             hop.loaded[part.segment] = hop.loaded.get(part.segment, 0) + len(rows)
