@@ -113,7 +113,9 @@ class Affine:
             raise InvariantError("Affine.correct needs a state that has learned: ask can_correct first")
         blocks = state.blocks
         keys = self.strength(place.corrected) / self.strength(len(source))
-        found = state.map_on(source.k.device).scaled(blocks.weights(keys, 1.0))
+        found = state.map_on(source.k.device)
+        if keys != 1:
+            found = found.scaled(blocks.weights(keys, 1.0))
         shares = self.shares(place.start, torch.arange(len(source)), len(source))
         first = int(shares.count_nonzero())
         shares = shares[:first].to(source.k)
