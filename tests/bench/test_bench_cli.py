@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from kvbaton.bench import data
 from kvbaton.bench.result import read
 from kvbaton.cli import app
+from kvbaton.cli.app import human_bytes
 from kvbaton.errors import DataError, KVBatonError, MissingExtra, UnknownName, Unsupported, UsageError
 from tiny import build
 from toy_tokenizers import byte_level
@@ -58,6 +59,16 @@ def test_eval_report_and_json(place: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert call("report", out, "--out", page).exit_code == 0
     assert "gsm8k" in page.read_text(encoding="utf-8")
+
+
+def test_eval_says_what_it_keeps_on_disk(place: Path, tmp_path: Path) -> None:
+    words = ["eval", "gsm8k", *common(place), "--learn", 1, "--methods"]
+    plain = call(*words, "full-shared", "--out", tmp_path / "p.jsonl")
+    assert plain.exit_code == 0, plain.output
+    assert "learned" not in plain.stderr
+    taught = call(*words, "shift", "--out", tmp_path / "t.jsonl")
+    kept = sum(file.stat().st_size for file in (tmp_path / "t").iterdir())
+    assert f"{tmp_path / 't'} keeps what the methods learned ({human_bytes(kept)})" in taught.stderr
 
 
 @pytest.mark.parametrize("what", ["rank", "error", "coverage"])

@@ -82,6 +82,11 @@ def batches(drawn: Sequence[Question], size: int) -> list[Sequence[Question]]:
     return [drawn[start:start + size] for start in range(0, len(drawn), size)]
 
 
+def lessons_of(out: Path) -> Path:
+    """The folder beside a results file that keeps what methods learned: more questions later need no new lessons."""
+    return out.with_suffix("")
+
+
 def digest(written: str) -> str:
     """Short hash of a recipe's ``repr``: a method of the same name with other hyper-parameters is measured anew."""
     return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
@@ -197,7 +202,7 @@ class Runner:
     def _learned(self, recipe: Recipe) -> Path:
         """Where what a method learned lies; another name for other settings or other learn questions."""
         made_by = hashlib.blake2b(repr((recipe, sorted(self.identity().items()))).encode(), digest_size=6).hexdigest()
-        return self._out.with_suffix("") / f"{recipe.name}-{made_by}.safetensors"
+        return lessons_of(self._out) / f"{recipe.name}-{made_by}.safetensors"
 
     def _answers(self, journal: Journal, batch: Sequence[Question]) -> list[Chain | None]:
         """The team's dense answers, from the file if they are there; None where a prompt exceeds the context."""

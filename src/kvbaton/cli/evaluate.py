@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, progress, table
+from kvbaton.cli.app import Device, Dtype, Json, Model, Tick, app, emit, human_bytes, progress, table
 from kvbaton.cli.options import Set, recipes_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_
                device: str | None, as_json: bool) -> None:
     """Run ``spec`` and print its table."""
     from kvbaton.bench import data as sets
-    from kvbaton.bench.runner import Runner
+    from kvbaton.bench.runner import Runner, lessons_of
     from kvbaton.bench.summary import refused
     from kvbaton.engine.models import load
 
@@ -86,6 +86,10 @@ def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_
         typer.echo(f"kvbaton: {out}, line {line} is corrupt and was left out: {why}", err=True)
     for method, why in refused(found).items():
         typer.echo(f"kvbaton: {method} was left out: {why}", err=True)
+    kept = sum(file.stat().st_size for file in lessons_of(out).glob("*"))
+    if kept:
+        typer.echo(f"kvbaton: {lessons_of(out)} keeps what the methods learned ({human_bytes(kept)}), for more "
+                   "questions later; it may be deleted", err=True)
     emit(_record(found), as_json, lambda: _table(found))
 
 
