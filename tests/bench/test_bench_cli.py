@@ -63,6 +63,8 @@ def test_eval_report_and_json(place: Path, tmp_path: Path) -> None:
 
 def test_eval_says_what_it_keeps_on_disk(place: Path, tmp_path: Path) -> None:
     words = ["eval", "gsm8k", *common(place), "--learn", 1, "--methods"]
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "notes.txt").write_text("the user's own", encoding="utf-8")
     plain = call(*words, "full-shared", "--out", tmp_path / "p.jsonl")
     assert plain.exit_code == 0, plain.output
     assert "learned" not in plain.stderr

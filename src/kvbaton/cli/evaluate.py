@@ -86,10 +86,10 @@ def evaluation(spec: Evaluation, model: str, out: Path, data: Path | None, data_
         typer.echo(f"kvbaton: {out}, line {line} is corrupt and was left out: {why}", err=True)
     for method, why in refused(found).items():
         typer.echo(f"kvbaton: {method} was left out: {why}", err=True)
-    kept = sum(file.stat().st_size for file in lessons_of(out).glob("*"))
+    kept = sum(file.stat().st_size for file in lessons_of(out).glob("*.safetensors"))
     if kept:
         typer.echo(f"kvbaton: {lessons_of(out)} keeps what the methods learned ({human_bytes(kept)}), for more "
-                   "questions later; it may be deleted", err=True)
+                   "questions later; its *.safetensors files may be deleted", err=True)
     emit(_record(found), as_json, lambda: _table(found))
 
 
