@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbaton.correctors.affine import FAINT, Affine
 from kvbaton.correctors.affine_state import AffineState
+from kvbaton.correctors.base import joined, parts
 from kvbaton.correctors.blocks import Blocks, Heads, Inputs
 from kvbaton.correctors.fit import Ridge, cut
 from kvbaton.errors import InvariantError, StoreError, UsageError
@@ -51,7 +52,7 @@ def learned(rule: Affine, pairs: list[Pair], geometry: Geometry = GEOMETRY) -> A
 
 def corrected(rule: Affine, state: AffineState, source: KV, start: int) -> tuple[Tensor, Tensor]:
     layer = rule.correct(state, source, Place(start, len(source)))
-    k, v = zip(*(layer(at) for at in range(len(source.k))), strict=True)
+    k, v = zip(*(joined(parts(layer, source, at)) for at in range(len(source.k))), strict=True)
     return torch.stack(k), torch.stack(v)
 
 

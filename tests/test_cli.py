@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvbaton.cli
 from kvbaton import errors
 from kvbaton.cli import app, docs
-from kvbaton.correctors.base import NoCorrection
+from kvbaton.correctors.none import NoCorrection
 from kvbaton.kv import Geometry
 from kvbaton.memory import Memory, ModelIdentity
 from kvbaton.recipes import names

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvbaton.correctors.base import NoState
+from kvbaton.correctors.none import NoState
 from kvbaton.correctors.record import Record
 from kvbaton.errors import StoreError, UsageError
 from kvbaton.gates import Residual

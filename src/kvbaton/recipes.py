@@ -14,8 +14,9 @@ from importlib.metadata import entry_points
 
 from kvbaton.correctors.affine import Affine
 from kvbaton.correctors.anchors import Anchors
-from kvbaton.correctors.base import Corrector, NoCorrection
+from kvbaton.correctors.base import Corrector
 from kvbaton.correctors.messages import AbsoluteMessages, Messages
+from kvbaton.correctors.none import NoCorrection
 from kvbaton.correctors.oracle import Oracle
 from kvbaton.correctors.residuals import Residuals
 from kvbaton.errors import UnknownName, UsageError

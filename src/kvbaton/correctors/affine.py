@@ -126,10 +126,7 @@ class Affine:
             if at == 0 or first == 0:
                 return k, v
             x = blocks.pack(k[:, :first], v[:, :first])
-            near_k, near_v = blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
-            if first == len(source):
-                return near_k, near_v
-            return torch.cat((near_k, k[:, first:]), 1), torch.cat((near_v, v[:, first:]), 1)
+            return blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
 
         return layer
 

@@ -6,10 +6,10 @@ edge, kept by `memory.Memory`. Parts see plain tensors, never a transformers or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from kvbaton.errors import InvariantError
@@ -20,7 +20,10 @@ LayerKV: TypeAlias = tuple[Tensor, Tensor]
 """Unrotated keys and values ``[H, T, D]`` of one layer."""
 
 Correction: TypeAlias = Callable[[int], LayerKV]
-"""Corrected, unrotated keys and values ``[H, T, D]`` of a layer, computed when asked. Never writes to its source."""
+"""Corrected, unrotated keys and values ``[H, m, D]`` of a layer's first rows, computed when asked.
+
+All rows, or fewer: those behind them stay as the source has them (`parts`). Never writes to its source.
+"""
 
 
 @runtime_checkable
@@ -96,6 +99,18 @@ class Turning(Protocol):
         ...
 
 
+def parts(correction: Correction, source: KV, layer: int) -> list[LayerKV]:
+    """A layer's keys and values in order: the corrected rows, then, not copied, the source's own where any are left."""
+    near = correction(layer)
+    rows = near[0].shape[1]
+    return [near] if rows == len(source) else [near, (source.k[layer][:, rows:], source.v[layer][:, rows:])]
+
+
+def joined(parts: Sequence[LayerKV]) -> LayerKV:
+    """All rows of a layer ``[H, T, D]``, copied where they are in several parts."""
+    return parts[0] if len(parts) == 1 else (torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1))
+
+
 def as_is(source: KV) -> Correction:
     """The correction that changes nothing."""
     return lambda layer: (source.k[layer], source.v[layer])
@@ -104,42 +119,3 @@ def as_is(source: KV) -> Correction:
 def no_reveal(_truth: KV, _source: KV) -> EdgeState:
     """`Corrector.reveal` of every corrector that lives on what it learned."""
     raise InvariantError("reveal() was called on a corrector that needs no truth")
-
-
-@dataclass
-class NoState:
-    """State of a corrector that learns nothing."""
-
-    nbytes: int = 0
-    texts: int = 0
-
-    def merge(self, other: Any) -> None: ...
-
-    def to_tensors(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def from_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
-
-    def check(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class NoCorrection:
-    """Position-aligned reuse: the source as it is."""
-
-    learns: ClassVar[bool] = False
-    needs_truth: ClassVar[bool] = False
-
-    def new_state(self, geometry: Geometry) -> EdgeState:
-        return NoState()
-
-    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
-        return False
-
-    def correct(self, state: EdgeState, source: KV, place: Place) -> Correction:
-        return as_is(source)
-
-    def learn(self, state: EdgeState, source: KV, target: KV) -> None: ...
-
-    def reveal(self, truth: KV, source: KV) -> EdgeState:
-        return no_reveal(truth, source)

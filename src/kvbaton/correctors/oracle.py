@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbaton.correctors.base import Correction, EdgeState, NoState
+from kvbaton.correctors.base import Correction, EdgeState
+from kvbaton.correctors.none import NoState
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.kv import KV, Geometry
 from kvbaton.lowrank import LowRank

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turning, as_is
+from kvbaton.correctors.base import Correction, EdgeState, LayerKV, Turning, as_is, joined, parts
 from kvbaton.engine.attention import QueryRows
 from kvbaton.engine.cache import SplicedCache
 from kvbaton.engine.capture import Capture
@@ -28,14 +28,14 @@ from kvbaton.selectors.base import Compared, LayerView, Need, NoRows, ReusedRows
 
 @dataclass
 class _Reused:
-    """One reused segment on its way into the cache. ``layer_kv``: this layer's rows, unrotated, corrected."""
+    """One reused segment on its way into the cache. ``layer_kv``: this layer's rows, unrotated, corrected, in parts."""
 
     step: Step
     source: KV
     correction: Correction
     positions: Tensor
     held: Capture | None
-    layer_kv: LayerKV | None = None
+    layer_kv: list[LayerKV] = field(default_factory=list)
 
 
 class Splice(Watch):
@@ -158,15 +158,17 @@ class Splice(Watch):
         return QueryRows(chosen, bottom_right=self._recipe.mask is Mask.BOTTOM_RIGHT)
 
     def _write(self, layer: int, reused: _Reused) -> None:
-        k, v = reused.layer_kv = reused.correction(layer)
-        span = reused.step.span
-        at = slice(span.start, span.end)
+        reused.layer_kv = parts(reused.correction, reused.source, layer)
         cos, sin = self._engine.rope.angles(reused.positions, layer)
-        self._engine.rope.rotate_into(self._cache.k[layer][:, at], k, cos, sin)
-        self._cache.v[layer][:, at] = v
-        self.moved_bytes += k.nbytes + v.nbytes
-        if reused.held is not None:
-            reused.held.k[layer], reused.held.v[layer] = k, v
+        first = 0
+        for k, v in reused.layer_kv:
+            rows = slice(first, first := first + k.shape[1])
+            at = slice(reused.step.span.start + rows.start, reused.step.span.start + rows.stop)
+            self._engine.rope.rotate_into(self._cache.k[layer][:, at], k, cos[rows], sin[rows])
+            self._cache.v[layer][:, at] = v
+            self.moved_bytes += k.nbytes + v.nbytes
+            if reused.held is not None:
+                reused.held.k[layer][:, rows], reused.held.v[layer][:, rows] = k, v
 
     def _reconcile(self, layer: int, rows: QueryRows, hidden: Tensor) -> tuple[QueryRows, Tensor]:
         """Make the active rows those that the selector asked for."""
@@ -211,10 +213,10 @@ class Splice(Watch):
     def _gather(self, rows: Tensor) -> LayerKV:
         keys, values = [], []
         for number, reused in enumerate(self._reused):
-            assert reused.layer_kv is not None
             offsets = self.reused_rows.offsets[rows[self.reused_rows.segments[rows] == number]]
-            keys.append(reused.layer_kv[0][:, offsets])
-            values.append(reused.layer_kv[1][:, offsets])
+            k, v = joined(reused.layer_kv)
+            keys.append(k[:, offsets])
+            values.append(v[:, offsets])
         return torch.cat(keys, 1), torch.cat(values, 1)
 
     def _account(self, layer: int, rows: QueryRows) -> None:
@@ -241,7 +243,9 @@ class Splice(Watch):
         for number, reused in enumerate(self._reused):
             size = torch.zeros(len(reused.source), device=self._engine.device)
             for layer in range(self._engine.geometry.layers):
-                size += (reused.correction(layer)[1] - reused.source.v[layer]).float().square().sum((0, 2))
+                _, v = reused.correction(layer)
+                near = slice(0, v.shape[1])
+                size[near] += (v - reused.source.v[layer][:, near]).float().square().sum((0, 2))
             sizes.append(size[self.reused_rows.offsets[self.reused_rows.segments == number]])
         return torch.cat(sizes)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbaton.correctors.base import Correction, LayerKV, as_is
+from kvbaton.correctors.base import Correction, LayerKV, as_is, joined, parts
 from kvbaton.engine.learner import Learner
 from kvbaton.errors import KVBatonError, StoreError
 from kvbaton.kv import KV, Geometry
@@ -246,7 +246,7 @@ class WorkerRole:
         rows = slice(load.first, load.first + len(load.slots))
         positions = self._positions(load.place.start + load.first, len(load.slots))
         for layer, cache in enumerate(self.layers):
-            k, v = correction(layer)
+            k, v = joined(parts(correction, source, layer))
             if load.edge is not None and not _finite(k[:, load.first], v[:, load.first]):
                 raise Refused("correction not finite")
             cache.write(self.rope.rotate(k[:, rows], *self.rope.angles(positions, layer)), v[:, rows], at)
