@@ -11,6 +11,7 @@ import torch
 import tiny
 from hops import ANSWER
 from kvbaton.correctors.base import Correction, LayerKV, joined, parts
+from kvbaton.engine.result import HopResult
 from kvbaton.engine.session import Session
 from kvbaton.kv import KV
 from kvbaton.prompt import Place
@@ -47,8 +48,8 @@ class AllReturned(NearRows):
         return layer
 
 
-def last_hop(corrector: MeanOffset, selector: Selector) -> tuple[torch.Tensor, int, KV]:
-    """Logits of the third agent's hop of a second run, its moved bytes, and the KV that it leaves of the text."""
+def last_hop(corrector: MeanOffset, selector: Selector) -> tuple[HopResult, KV]:
+    """The third agent's hop of a second run, and the KV that it leaves of the text."""
     chosen = replace(recipe("full-shared"), corrector=corrector, selector=selector)
     with Session(tiny.engine(), chosen) as session:
         for seed in (1, 2):
@@ -59,19 +60,28 @@ def last_hop(corrector: MeanOffset, selector: Selector) -> tuple[torch.Tensor, i
                 hop = session.hop(prompt, ANSWER, store)
         assert [decision.action for decision in hop.decisions] == ["correct"]
         held = store.get(prompt.segments[1])
-        assert hop.logits is not None
         assert held is not None
-        return hop.logits, hop.moved_bytes, held
+        return hop, held
 
 
 @pytest.mark.parametrize("selector", [NoRows(), CorrectionSize(share=0.2), Deviation(share=0.2)])
 def test_rows_that_a_corrector_does_not_return_stay_as_the_source_has_them(selector: Selector) -> None:
-    (logits, moved, held), (all_logits, all_moved, all_held) = (
-        last_hop(corrector, selector) for corrector in (NearRows(), AllReturned()))
-    assert torch.equal(logits, all_logits)
-    assert moved == all_moved
+    (near, held), (whole, all_held) = (last_hop(corrector, selector) for corrector in (NearRows(), AllReturned()))
+    assert near.logits is not None
+    assert whole.logits is not None
+    assert torch.equal(near.logits, whole.logits)
+    assert near.moved_bytes == whole.moved_bytes
     assert torch.equal(held.k, all_held.k)
     assert torch.equal(held.v, all_held.v)
+
+
+def test_only_rows_that_are_returned_count_as_corrected() -> None:
+    (near, _), (whole, _) = (last_hop(corrector, NoRows()) for corrector in (NearRows(), AllReturned()))
+    layers = tiny.engine().geometry.layers
+    assert near.entries.corrected == NEAR * (layers - 1)
+    assert whole.entries.corrected == 20 * (layers - 1)
+    assert near.entries.total == whole.entries.total
+    assert near.effective_reuse_ratio == whole.effective_reuse_ratio
 
 
 def test_parts_follow_each_other_and_the_sources_are_not_copied() -> None:

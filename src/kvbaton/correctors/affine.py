@@ -122,10 +122,10 @@ class Affine:
         scratch = found.scratch(blocks.count, shares)
 
         def layer(at: int) -> LayerKV:
-            k, v = source.k[at], source.v[at]
+            k, v = source.k[at][:, :first], source.v[at][:, :first]
             if at == 0 or first == 0:
                 return k, v
-            x = blocks.pack(k[:, :first], v[:, :first])
+            x = blocks.pack(k, v)
             return blocks.unpack(found.correct_(blocks.rows(at), x, scratch))
 
         return layer

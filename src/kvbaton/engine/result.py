@@ -25,9 +25,8 @@ class Decision:
 class Entries:
     """KV entries (token x layer) of a prompt, by where they came from.
 
-    ``cached``: the agent's own role prompt, from the exact prefix cache. ``corrected``: of segments that a corrector
-    went over, though it may leave single rows as they are; not layer 0, which is exact after moving and counts as
-    reused.
+    ``cached``: the agent's own role prompt, from the exact prefix cache. ``corrected``: of rows that a corrector went
+    over; not layer 0, which is exact after moving and counts as reused, like the rows that a corrector leaves alone.
     """
 
     reused: int

@@ -49,9 +49,6 @@ class Splice(Watch):
         self._captures = {index: Capture.empty(prompt.spans[index], engine.geometry, engine.device, self._entry)
                           for index in self._to_capture()}
         self.reused_rows, self._row_of = self._reusable(prefix_tokens)
-        self._corrects = torch.tensor([r.step.action is Action.CORRECT for r in self._reused], dtype=torch.bool,
-                                      device=engine.device)
-        self._correctable = int(self._corrects[self.reused_rows.segments].sum())
         computed = (self._row_of < 0).nonzero()[:, 0]
         self._computed = computed[computed >= prefix_tokens]
         self._selection: Selection | None = None
@@ -225,9 +222,14 @@ class Splice(Watch):
         fresh = row[row >= 0]
         self.rows_per_layer.append(int(fresh.numel()))
         self.recomputed += int(rows.positions.numel())
-        if layer == 0:
-            return
-        self.corrected += self._correctable - int(self._corrects[self.reused_rows.segments[fresh]].sum())
+        if layer > 0:
+            changed = self._changed()
+            self.corrected += int(changed.sum()) - int(changed[fresh].sum())
+
+    def _changed(self) -> Tensor:
+        """Which of the reused rows the corrector changed in the layer at hand: ``[n]`` bool."""
+        rows = [r.layer_kv[0][0].shape[1] if r.step.action is Action.CORRECT else 0 for r in self._reused]
+        return self.reused_rows.offsets < torch.tensor(rows, device=self._engine.device)[self.reused_rows.segments]
 
     def _query_pass(self) -> Tensor:
         """Attention ``[n]`` of the rows that are computed anyway on the reused rows, averaged over layers."""
