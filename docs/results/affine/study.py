@@ -24,7 +24,8 @@ from kvbaton.bench.cast import TaughtMemory, branch, teaching
 from kvbaton.bench.chain import agreement, divergence
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.result import Journal
-from kvbaton.correctors.base import EdgeState, NoState, no_reveal
+from kvbaton.correctors.base import EdgeState, no_reveal
+from kvbaton.correctors.none import NoState
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.models import load
 from kvbaton.engine.sampling import Force, Generate
