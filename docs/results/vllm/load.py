@@ -17,18 +17,18 @@ import logging
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
                   HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 
 import psutil
 import torch
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -198,7 +198,8 @@ class Load:
                 "texts_match": set(worker.texts) == set(books.all_ids())}
 
 
-def main(out: str, minutes: float = 30.0, engine: str = "kvbaton") -> None:
+def main(out: Path, minutes: Annotated[float, typer.Argument()] = 30.0,
+         engine: Annotated[str, typer.Argument()] = "kvbaton") -> None:
     if engine == "kvbaton":
         os.environ.update({**CPU_ENVIRONMENT, **os.environ})
     complaints = Complaints()
@@ -222,7 +223,7 @@ def main(out: str, minutes: float = 30.0, engine: str = "kvbaton") -> None:
                             for n in (15, 10, 5)},
                   "complaints": sorted(set(complaints.texts)), "minute": minute,
                   "kernel_caches": {name: os.environ.get(name) for name in CPU_ENVIRONMENT}, "conditions": made}
-        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps(minute[-1]), flush=True)
     print(json.dumps({k: v for k, v in record.items() if k not in ("minute", "conditions")}, indent=1), flush=True)
     os._exit(0 if first_free == load.free_blocks and not load.counts["wrong"] else 1)
@@ -240,4 +241,4 @@ def drift(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(float(a) for a in sys.argv[2:3]), *sys.argv[3:4])
+    typer.run(main)

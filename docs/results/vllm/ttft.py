@@ -12,13 +12,14 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1",
                   HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="2")
 
+import typer
 from vllm.config import KVTransferConfig
 
 from kvbaton.bench.conditions import conditions
@@ -42,7 +43,8 @@ def mapped() -> Recipe:
     return Recipe("mapped", "Affine, every gate open; four lead rows.", "-", Origin(), Affine(), lead_rows=4)
 
 
-def main(folder: str, out: str, shared: int = 2048, repeats: int = 7, dtype: str = "bfloat16") -> None:
+def main(folder: str, out: Path, shared: Annotated[int, typer.Argument()] = 2048,
+         repeats: Annotated[int, typer.Argument()] = 7, dtype: Annotated[str, typer.Argument()] = "bfloat16") -> None:
     llm = LLM(folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, block_size=32,
               max_model_len=shared + 512, max_num_batched_tokens=shared + 512, scheduler_cls=SCHEDULER,
               kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both",
@@ -81,9 +83,9 @@ def main(folder: str, out: str, shared: int = 2048, repeats: int = 7, dtype: str
     record = {"model": Path(folder).name, "dtype": dtype, "shared": shared, "repeats": repeats, "ttft_s": times,
               "computed_tokens": computed, "median_s": middle, "dense_over_mapped": middle["dense"] / middle["mapped"],
               "mapped_over_reuse": middle["mapped"] / middle["reuse"], "conditions": conditions()}
-    Path(out).write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({k: v for k, v in record.items() if k != "conditions"}, indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *(int(a) for a in sys.argv[3:5]), *sys.argv[5:6])
+    typer.run(main)
