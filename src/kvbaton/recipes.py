@@ -24,6 +24,7 @@ from kvbaton.gates import Always, Entropy, ExactKey, Gate, MessageEntropy, Never
 from kvbaton.references import Chained, Isolated, Nothing, Origin, Reference
 from kvbaton.selectors.attention import QueryAttention
 from kvbaton.selectors.base import AllRows, NoRows, Selector
+from kvbaton.selectors.combine import Union
 from kvbaton.selectors.deviation import Deviation
 from kvbaton.selectors.layers import LayerBlock
 from kvbaton.selectors.leading import Leading
@@ -239,6 +240,12 @@ def affine() -> Recipe:
 def hybrid() -> Recipe:
     return Recipe("hybrid", "The same, and the first tenth of every text recomputed (8 to 64 rows).", "ours",
                   Origin(), Affine(), Leading(share=0.1, min_rows=8, max_rows=64), Residual(), lead_rows=4)
+
+
+@register
+def hybrid_attended() -> Recipe:
+    return replace(hybrid(), name="hybrid-attended", selector=Union((hybrid().selector, QueryAttention(share=0.2))),
+                   summary="Hybrid, and the fifth of the rows that the agent's own text attends to most.")
 
 
 @register
