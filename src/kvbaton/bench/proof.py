@@ -16,7 +16,8 @@ LEAST = 8
 FOLDER = "docs/results"
 """Where the results of record lie, seen from the README."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
-_ORDER = (DENSE, "full-shared", "cacheblend", "relaycaching", "kvcmas", "affine", "hybrid")
+_ORDER = (DENSE, "full-shared", "cacheblend", "relaycaching", "prophetkv", "kvcmas", "affine", "hybrid",
+          "hybrid-attended")
 """Rows of the table: the strongest rivals and ours, because a README's proof must be read at once; reports have all."""
 
 
@@ -39,8 +40,8 @@ def proof(found: Sequence[RunFile]) -> str:
     if not methods:
         return ""
     rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
-    text = ("KL to dense prefill, nats a token (share of `full-shared`'s that is taken away, share of shared entries "
-            "that it\nrecomputed, fallbacks included); score (paired difference to dense, 95 %); TTFT speed-up.")
+    text = ("KL to dense prefill, nats a token (share of `full-shared`'s taken away, share of shared entries "
+            "recomputed, fallbacks included); score (paired difference to dense, 95 %); TTFT speed-up.")
     conditions = f"Conditions (each file's header has its commands). {'; '.join(notes)}."
     return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), conditions])
 
