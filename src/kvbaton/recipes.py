@@ -244,7 +244,8 @@ def hybrid() -> Recipe:
 
 @register
 def hybrid_attended() -> Recipe:
-    return replace(hybrid(), name="hybrid-attended", selector=Union((hybrid().selector, QueryAttention(share=0.2))),
+    base = hybrid()
+    return replace(base, name="hybrid-attended", selector=Union((base.selector, QueryAttention(share=0.2))),
                    summary="Hybrid, and the fifth of the rows that the agent's own text attends to most.")
 
 

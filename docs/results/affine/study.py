@@ -24,8 +24,8 @@ from kvbaton.bench.cast import TaughtMemory, branch, teaching
 from kvbaton.bench.chain import agreement, divergence
 from kvbaton.bench.conditions import conditions
 from kvbaton.bench.result import Journal
-from kvbaton.correctors.base import EdgeState, no_reveal
-from kvbaton.correctors.none import NoState
+from kvbaton.correctors.base import EdgeState
+from kvbaton.correctors.none import NoCorrection, NoState
 from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.models import load
 from kvbaton.engine.sampling import Force, Generate
@@ -47,23 +47,16 @@ class Pairs(NoState):
 
 
 @dataclass(frozen=True)
-class Tap:
-    """A corrector that only writes down what it could learn."""
+class Tap(NoCorrection):
+    """It only writes down what it could learn."""
 
     learns: ClassVar[bool] = True
-    needs_truth: ClassVar[bool] = False
 
     def new_state(self, geometry: Geometry) -> EdgeState:
         return Pairs()
 
-    def can_correct(self, state: EdgeState | None, source: KV) -> bool:
-        return False
-
     def learn(self, state: Any, source: KV, target: KV) -> None:
         state.pairs.append((source, target))
-
-    def reveal(self, truth: KV, source: KV) -> EdgeState:
-        return no_reveal(truth, source)
 
 
 class Dense:

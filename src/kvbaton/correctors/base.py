@@ -22,7 +22,8 @@ LayerKV: TypeAlias = tuple[Tensor, Tensor]
 Correction: TypeAlias = Callable[[int], LayerKV]
 """Corrected, unrotated keys and values ``[H, m, D]`` of a layer's first rows, computed when asked.
 
-All rows, or fewer: those behind them stay as the source has them (`parts`). Never writes to its source.
+All rows, or fewer, as many in every layer: those behind them stay as the source has them (`parts`). Never writes to its
+source.
 """
 
 
@@ -106,9 +107,9 @@ def parts(correction: Correction, source: KV, layer: int) -> list[LayerKV]:
     return [near] if rows == len(source) else [near, (source.k[layer][:, rows:], source.v[layer][:, rows:])]
 
 
-def joined(parts: Sequence[LayerKV]) -> LayerKV:
-    """All rows of a layer ``[H, T, D]``, copied where they are in several parts."""
-    return parts[0] if len(parts) == 1 else (torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1))
+def joined(split: Sequence[LayerKV]) -> LayerKV:
+    """All rows of a layer ``[H, T, D]`` from its `parts`, copied where there are several."""
+    return split[0] if len(split) == 1 else (torch.cat([k for k, _ in split], 1), torch.cat([v for _, v in split], 1))
 
 
 def as_is(source: KV) -> Correction:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -223,11 +224,11 @@ class Splice(Watch):
         self.rows_per_layer.append(int(fresh.numel()))
         self.recomputed += int(rows.positions.numel())
         if layer > 0:
-            changed = self._changed()
-            self.corrected += int(changed.sum()) - int(changed[fresh].sum())
+            self.corrected += int(self._changed.sum() - self._changed[fresh].sum())
 
+    @cached_property
     def _changed(self) -> Tensor:
-        """Which of the reused rows the corrector changed in the layer at hand: ``[n]`` bool."""
+        """Which of the reused rows a corrector changes: ``[n]`` bool. Known from the first layer written."""
         rows = [r.layer_kv[0][0].shape[1] if r.step.action is Action.CORRECT else 0 for r in self._reused]
         return self.reused_rows.offsets < torch.tensor(rows, device=self._engine.device)[self.reused_rows.segments]
 
