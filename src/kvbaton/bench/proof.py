@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.bench import speed_table
 from kvbaton.bench.page import Table, markdown_table
 from kvbaton.bench.result import RunFile, read
 from kvbaton.bench.runner import DENSE
-from kvbaton.bench.summary import FULL, Summary, summarise
+from kvbaton.bench.summary import Summary, summarise
 
 LEAST = 8
 """A run over fewer questions is a sketch, not a proof."""
 FOLDER = "docs/results"
 """Where the results of record lie, seen from the README."""
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
-_ORDER = (DENSE, "full-shared", "cacheblend", "relaycaching", "prophetkv", "kvcmas", "affine", "hybrid",
-          "hybrid-attended")
-"""Rows of the table: the strongest rivals and ours, because a README's proof must be read at once; reports have all."""
+_METHODS = ("full-shared", "cacheblend", "relaycaching", "prophetkv", "kvcmas", "affine", "hybrid", "hybrid-attended")
+"""Columns: the strongest rivals and ours, because a README's proof must be read at once; reports have all."""
+_LEGEND = ("KL to dense prefill over its own answers, nats a token (share of shared entries recomputed, fallbacks "
+           "included); score (paired difference to dense, 95 %); TTFT, times sooner than dense. All methods: "
+           f"[report]({FOLDER}/report.md).")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One results file: what was measured, a cell by method, and the conditions that differ between files."""
+
+    name: str
+    cells: Mapping[str, str]
+    conditions: str
 
 
 def runs(folder: Path) -> list[RunFile]:
@@ -27,70 +39,56 @@ def runs(folder: Path) -> list[RunFile]:
 
 
 def proof(found: Sequence[RunFile]) -> str:
-    """A table of fidelity and speed by method with its conditions; empty if there are no results."""
-    columns: dict[str, dict[str, str]] = {}
-    notes = []
-    for run in found:
-        kind = run.identity.get("measure", run.identity.get("kind"))
-        made = {"fidelity": _fidelity, "accuracy": _accuracy, "single": _speed}.get(str(kind), lambda _: {})(run)
-        columns |= made
-        if made:
-            notes.append(_note(run))
-    methods = [m for m in _ORDER if any(m in column for column in columns.values())]
+    """Fidelity, scores and speed, a line a results file, with their conditions; empty if there are none."""
+    rows = [row for kind, make in {"fidelity": _fidelity, "accuracy": _accuracy, "single": _speed}.items()
+            for run in found if run.identity.get("measure", run.identity["kind"]) == kind and (row := make(run)).cells]
+    methods = [method for method in _METHODS if any(method in row.cells for row in rows)]
     if not methods:
         return ""
-    rows = [[f"`{m}`", *(column.get(m, "–") for column in columns.values())] for m in methods]
-    text = ("KL to dense prefill, nats a token (share of `full-shared`'s taken away, share of shared entries "
-            "recomputed, fallbacks included); score (paired difference to dense, 95 %); TTFT speed-up.")
-    conditions = f"Conditions (each file's header has its commands). {'; '.join(notes)}."
-    return "\n\n".join([text, markdown_table(Table("", ["method", *columns], rows)), conditions])
+    table = Table("", ["", *(f"`{method}`" for method in methods), "conditions"],
+                  [[row.name, *(row.cells.get(method, "–") for method in methods), row.conditions] for row in rows])
+    devices = ", ".join(dict.fromkeys(made["device"] for run in found for made in run.conditions))
+    return (f"{_LEGEND} Measured on {devices}; commands, commits and libraries are in the head of each file.\n\n"
+            f"{markdown_table(table)}")
 
 
-def _fidelity(run: RunFile) -> dict[str, dict[str, str]]:
-    cells = {}
-    for s in _enough(run):
-        if s.kl is not None and s.method != DENSE:
-            gain = "" if s.recovered is None or s.method == FULL else f"{s.recovered.value:.0%} off, "
-            cells[s.method] = f"{s.kl.value:.4f} ({gain}{1 - s.reuse:.0%} recomputed)"
-    return _column(run, "", cells)
+def _fidelity(run: RunFile) -> _Row:
+    return _row(run, "KL", {s.method: f"{s.kl.value:.4f} ({1 - s.reuse:.0%})" for s in _enough(run)
+                            if s.kl is not None and s.method != DENSE})
 
 
-def _accuracy(run: RunFile) -> dict[str, dict[str, str]]:
-    cells = {}
-    for s in _enough(run):
-        if s.score is not None:
-            change = "" if s.difference is None or s.method == DENSE else \
-                f" ({s.difference.value:+.0%}, {s.difference.low:+.0%} to {s.difference.high:+.0%})"
-            cells[s.method] = f"{s.score.value:.0%}{change}"
-    return _column(run, " score", cells)
+def _accuracy(run: RunFile) -> _Row:
+    scored = {s.method: (s.score, s.difference) for s in _enough(run) if s.score is not None}
+    dense, _ = scored.pop(DENSE, (None, None))
+    return _row(run, "score" if dense is None else f"score, dense {dense.value:.0%}", {
+        method: f"{score.value:.0%} ({change.low:+.0%} to {change.high:+.0%})"
+        for method, (score, change) in scored.items() if change is not None})
+
+
+def _speed(run: RunFile) -> _Row:
+    """All lengths of a method in one cell: they are one curve."""
+    curves: dict[str, dict[int, str]] = {}
+    for line in speed_table.lines(run.records):
+        if line.speed_up is not None and line.method != DENSE:
+            curves.setdefault(line.method, {})[line.shared] = f"{line.speed_up:.1f}"
+    lengths = sorted({length for curve in curves.values() for length in curve})
+    return _row(run, f"TTFT at {', '.join(map(str, lengths))} tokens", {
+        method: ", ".join(curve.get(length, "–") for length in lengths) for method, curve in curves.items()})
 
 
 def _enough(run: RunFile) -> list[Summary]:
     return [s for s in summarise(run) if s.questions >= LEAST]
 
 
-def _column(run: RunFile, what: str, cells: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The column of an evaluation under its title; none without cells."""
-    who = run.identity
-    return {f"{who['task']}{what}, {who['model']} {who['dtype']}, {who['learn']} learned": cells} if cells else {}
-
-
-def _speed(run: RunFile) -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = {}
-    for line in speed_table.lines(run.records):
-        if line.speed_up is not None and line.method != DENSE:
-            table.setdefault(f"TTFT at {line.shared}", {})[line.method] = f"{line.speed_up:.1f}×"
-    return table
-
-
-def _note(run: RunFile) -> str:
-    """What the columns of a run do not say. The file that it links to has the commands in its header lines."""
+def _row(run: RunFile, what: str, cells: Mapping[str, str]) -> _Row:
+    """The line of a run; its name leads to the file."""
     who, last = run.identity, run.conditions[-1]
-    size = f"n {len({r['question'] for r in run.records if 'recipe' in r})}" if who["kind"] == "eval" else \
-        f"TTFT, {who['model']} {who['dtype']}, {last['repeats']} repeats, {who['learn']} learned"
-    sittings = dict.fromkeys(made["commit"] + (" (dirty)" if made["dirty"] else "") for made in run.conditions)
-    return (f"[{run.path.stem}]({FOLDER}/{run.path.name}): {size}, seed {who['seed']}, {last['device']}, "
-            f"{last['threads']} thread{'s' if last['threads'] != 1 else ''}, commit {', '.join(sittings)}")
+    evaluated = {r["question"] for r in run.records if "recipe" in r}
+    size = f"n {len(evaluated)}" if who["kind"] == "eval" else f"{last['repeats']} repeats"
+    threads = "1 thread" if last["threads"] == 1 else f"{last['threads']} threads"
+    dirty = [", partly from a dirty tree"] if any(made["dirty"] for made in run.conditions) else []
+    return _Row(f"[{who.get('task', 'teams')}, {who['model']}]({FOLDER}/{run.path.name}): {what}", cells,
+                "".join([f"{size}, {who['learn']} learned, {who['dtype']}, {threads}, seed {who['seed']}", *dirty]))
 
 
 def splice(readme: str, table: str) -> str:
