@@ -49,7 +49,7 @@ class Turn:
             "agent": self.agent, "round": self.round,
             "segments": [{"share": s.share, "tokens": len(s), "key": s.key} for s in self.prompt.segments],
             "ttft_s": self.ttft_s, "tpot_s": self.hop.tpot_s, "effective_reuse_ratio": self.reuse,
-            "notes": list(self.notes), **asdict(replace(self.hop, logits=None)),
+            "notes": list(self.notes), **asdict(replace(self.hop, logits=None, beside=())),
         }
 
 

@@ -13,8 +13,9 @@ import torch
 
 from kvbaton.agents import Agent
 from kvbaton.bench import data
+from kvbaton.bench.accuracy import Accuracy
 from kvbaton.bench.chain import divergence, replay
-from kvbaton.bench.measures import Accuracy, Fidelity, nll
+from kvbaton.bench.fidelity import Fidelity, nll
 from kvbaton.bench.result import read
 from kvbaton.bench.runner import ANSWERS, Evaluation, Runner
 from kvbaton.bench.script import Script

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,14 @@ from kvbaton.engine.session import Session
 from kvbaton.errors import Unsupported, UsageError
 from kvbaton.recipes import Recipe
 from kvbaton.recipes import recipe as recipe_of
+from kvbaton.references import Origin
 
 DENSE = "dense"
 ANSWERS = "answers/"
 """Records of the dense answers that others are compared with or taught by; reports leave them out."""
+
+SOURCES = replace(recipe_of(DENSE), reference=Origin())
+"""Dense prefill that keeps what every text's first reader or its writer holds."""
 
 Step = Callable[[int, int, str], None]
 """Progress: steps done, steps in all, what is being done."""
@@ -151,7 +155,7 @@ class Runner:
             lessons += [turns for turns in self._answers(journal, [question]) if turns]
             done += 1
         with ExitStack() as open_sessions:
-            reference = open_sessions.enter_context(Session(self._engine, recipe_of(DENSE), prefix_cache=False))
+            reference = open_sessions.enter_context(Session(self._engine, SOURCES, prefix_cache=False))
             casts: dict[str, Session] = {}
             for repeat, batch, left in todo:
                 self._step(done, total, f"{_names(batch)}: dense answers")

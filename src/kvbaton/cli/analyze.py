@@ -123,7 +123,7 @@ def sweep(
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Fidelity and cost while one field of the methods that have it takes several values."""
-    from kvbaton.bench.measures import Fidelity
+    from kvbaton.bench.fidelity import Fidelity
     from kvbaton.bench.runner import Evaluation
     from kvbaton.bench.tasks import task as task_of
     from kvbaton.bench.variants import vary

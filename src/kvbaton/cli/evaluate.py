@@ -55,7 +55,9 @@ def evaluate(
     dtype: Dtype = None, device: Device = None, json: Json = False,
 ) -> None:
     """Measure methods on a task. The same command, started again, goes on where it stopped."""
-    from kvbaton.bench.measures import Accuracy, Fidelity, Measure
+    from kvbaton.bench.accuracy import Accuracy
+    from kvbaton.bench.fidelity import Fidelity
+    from kvbaton.bench.measures import Measure
     from kvbaton.bench.runner import Evaluation
     from kvbaton.bench.tasks import task as task_of
     from kvbaton.errors import UnknownName

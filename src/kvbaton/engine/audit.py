@@ -14,13 +14,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kvbaton.correctors.record import Recorded
 from kvbaton.engine.cache import SplicedCache
+from kvbaton.engine.decode import forced_logits
 from kvbaton.engine.divergence import divergence
-from kvbaton.engine.hf import HFEngine, Watch
+from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.splice import Splice
 from kvbaton.errors import UsageError
 from kvbaton.gates import Residual
@@ -47,20 +47,14 @@ class Audit:
 
     def run(self, answer: tuple[int, ...]) -> float:
         """Prefill the other way, force ``answer`` on both; KL(dense || reuse), nats a token."""
-        mine = self._logits(self.cache, self.first, answer)
-        theirs = self._logits(self.other_cache, self.engine.logits(self.other.prefill())[0], answer)
+        start = len(self.prompt)
+        mine = forced_logits(self.engine, self.cache, self.first, start, answer)
+        first = self.engine.logits(self.other.prefill())[0]
+        theirs = forced_logits(self.engine, self.other_cache, first, start, answer)
         if not self.plan.dense:
             self.held = {step.index: self.other.held(step.index) for step in self.plan.steps}
         dense, reuse = (mine, theirs) if self.plan.dense else (theirs, mine)
         return divergence(dense, reuse)
-
-    def _logits(self, cache: SplicedCache, first: Tensor, answer: tuple[int, ...]) -> Tensor:
-        """Logits ``[m, vocab]`` before each answer token (before the stop token, if the answer is empty)."""
-        if len(answer) < 2:
-            return first[None]
-        rows = self.engine.rows(len(self.prompt), len(self.prompt) + len(answer) - 1)
-        _, hidden = self.engine.forward(cache, self.engine.tensor(answer[:-1]), rows, Watch())
-        return torch.cat((first[None], self.engine.logits(hidden)))
 
 
 class Auditor:

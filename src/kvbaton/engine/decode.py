@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbaton.engine.cache import SplicedCache
 from kvbaton.engine.capture import Capture, Captures
-from kvbaton.engine.hf import HFEngine
+from kvbaton.engine.hf import HFEngine, Watch
 from kvbaton.engine.sampling import Force, Generate
 
 OnToken = Callable[[int], None]
@@ -20,13 +20,15 @@ OnToken = Callable[[int], None]
 class Answer(Protocol):
     """An answer under way. ``times_s``: seconds since submit at which each token (a final stop token too) was known.
 
-    ``written`` starts where the prompt ends and gets the KV of every token of the answer.
+    ``written`` starts where the prompt ends and gets the KV of every token of the answer. ``beside``: logits of the
+    other answers that were forced.
     """
 
     ids: list[int]
     times_s: list[float]
     stopped: bool
     logits: Tensor | None
+    beside: tuple[Tensor, ...]
     written: Capture
 
     def finish(self, on_token: OnToken | None = None) -> None:
@@ -45,23 +47,37 @@ def begin_answer(engine: HFEngine, decode: Generate | Force, first: Tensor, subm
     return Generated(decode, engine, first, submit, cache, written)
 
 
+def forced_logits(engine: HFEngine, cache: SplicedCache, first: Tensor, start: int, ids: tuple[int, ...]) -> Tensor:
+    """Logits ``[m, vocab]`` before each of ``ids`` (before the stop token, if there are none), behind ``start`` tokens.
+
+    ``first`` ``[vocab]`` are those of the last prompt row. The cache's rows from ``start`` on are overwritten.
+    """
+    if len(ids) < 2:
+        return first[None]
+    rows = engine.rows(start, start + len(ids) - 1)
+    _, hidden = engine.forward(cache, engine.tensor(ids[:-1]), rows, Watch())
+    return torch.cat((first[None], engine.logits(hidden)))
+
+
 class Forced:
-    """Teacher forcing: one pass over all given tokens."""
+    """Teacher forcing: one pass over all given tokens, after one over each of the other answers."""
 
     def __init__(self, decode: Force, engine: HFEngine, first: Tensor, submit: float, cache: SplicedCache,
                  written: Capture) -> None:
-        self._engine, self._cache, self.written = engine, cache, written
+        self._engine, self._cache, self._others, self.written = engine, cache, decode.beside, written
         self.ids, self.stopped = list(decode.ids), False
-        self.logits: Tensor | None = first[None]
+        self.beside: tuple[Tensor, ...] = ()
+        self._first = first
+        self.logits: Tensor | None = None
         self.times_s = [time.perf_counter() - submit]
 
     def finish(self, on_token: OnToken | None = None) -> None:
         start = self.written.span.start
+        self.beside = tuple(forced_logits(self._engine, self._cache, self._first, start, ids) for ids in self._others)
         rows = self._engine.rows(start, start + len(self.ids))
         _, hidden = self._engine.forward(self._cache, self._engine.tensor(tuple(self.ids)), rows,
                                          Captures([self.written]))
-        assert self.logits is not None
-        self.logits = torch.cat((self.logits, self._engine.logits(hidden[:-1])))
+        self.logits = torch.cat((self._first[None], self._engine.logits(hidden[:-1])))
 
 
 class Generated:
@@ -79,6 +95,7 @@ class Generated:
         self.times_s: list[float] = []
         self.stopped, self.fed = False, 0
         self.logits: Tensor | None = None
+        self.beside: tuple[Tensor, ...] = ()
         self.push(first)
 
     @property

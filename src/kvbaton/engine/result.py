@@ -48,7 +48,7 @@ class HopResult:
     encodes, query passes), already inside the times. ``rows_per_layer``: reused rows recomputed, layer by layer.
     ``boundary_bytes``: hidden states kept for methods that enter above layer 0, inside ``held_bytes``.
     ``learn_s``: learning, off the TTFT path. ``moved_bytes``: KV moved, rotated or corrected into this hop's cache.
-    ``logits`` ``[m, vocab]`` float32 for a forced answer of m tokens, else None.
+    ``logits`` ``[m, vocab]`` float32 for a forced answer of m tokens, else None; ``beside``: those of `Force.beside`.
     ``divergence``: KL(dense || reuse), nats a token, where this hop was audited: of a dense hop, what reuse would have
     cost. ``decisions`` hold what was predicted.
     """
@@ -73,6 +73,7 @@ class HopResult:
     learn_s: float
     dense: bool
     logits: Tensor | None = None
+    beside: tuple[Tensor, ...] = ()
     divergence: float | None = None
 
     def __post_init__(self) -> None:

@@ -90,15 +90,19 @@ class Generate:
 
 @dataclass(frozen=True)
 class Force:
-    """Teacher forcing: these ids are the answer; its logits come back with the result."""
+    """Teacher forcing: these ids are the answer; its logits come back with the result.
+
+    ``beside``: other answers behind the same prefill. Their logits come back too, and nothing else is left of them.
+    """
 
     ids: tuple[int, ...]
+    beside: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.ids:
+        if not all((self.ids, *self.beside)):
             raise UsageError("a forced answer needs at least one token")
 
     @property
     def max_tokens(self) -> int:
-        """Cache slots that the answer takes."""
-        return len(self.ids)
+        """Cache slots that the longest answer takes."""
+        return max(map(len, (self.ids, *self.beside)))

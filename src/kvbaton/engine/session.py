@@ -306,7 +306,7 @@ class Session:
             extra_entries=hop.extra + splice.extra_entries, rows_per_layer=tuple(splice.rows_per_layer),
             moved_bytes=splice.moved_bytes, held_bytes=run.nbytes, boundary_bytes=run.boundary_bytes,
             learned_bytes=self.memory.nbytes, learn_s=learn_s,
-            dense=plan.dense, logits=answer.logits, divergence=divergence)
+            dense=plan.dense, logits=answer.logits, beside=answer.beside, divergence=divergence)
 
 
 def _same_corrector(memory: Memory, recipe: Recipe) -> None:
