@@ -4,7 +4,7 @@
     kl         mean over a1 …  of KL(dense || method), nats a token;  agree: same most likely token
     gold_nll   nats a token of the right answer in the stated format, behind the decider's prompt
 
-A hop that nothing was handed to is the same with every method: it is run once, and its KV given to each.
+A hop that nothing was handed to is the same with nearly every method: it is run once, and its KV given to each.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Fidelity:
     Kept are a run's first hop and every hop that could reuse something.
 
     The reference runs without the prefix cache, every measured session with it: the dense method's own divergence is
-    then the noise floor of the arithmetic. Source hops that are not kept run in the reference alone, where a method
-    would run them densely and want no more of them than KV. Dense answers of ``decoded_together`` questions are
+    then the noise floor of the arithmetic. Source hops that are not kept run in the reference alone, where no more is
+    left of them than KV of shared text, dense or encoded alone. Dense answers of ``decoded_together`` questions are
     generated at once; in bfloat16 that may choose other tokens, so it belongs to the identity of the results where it
     is not 1.
     """
@@ -78,7 +78,8 @@ class Fidelity:
         for turn, truth in zip(scene.turns, self._truth, strict=True):
             known = handed.count(turn.prompt)
             handed.wrote(turn.prompt.reader, turn.answer)
-            if hops and not known and _wants_kv_alone(session.recipe):
+            if hops and not known and _leaves_shared_kv_alone(session.recipe):
+                session.encode_alone(turn.prompt, run)
                 hand_over(turn, self._sources, session.recipe.reference, run)
                 continue
             gold = (_gold(scene),) if turn.prompt.reader == scene.task.decider else ()
@@ -96,10 +97,13 @@ def _gold(scene: Scene) -> tuple[int, ...]:
     return scene.script.ids(scene.question.gold)
 
 
-def _wants_kv_alone(recipe: Recipe) -> bool:
-    """Whether a source hop leaves nothing but the KV of what was read and written, the same as with dense prefill."""
-    return (not recipe.reference.encodes_alone and recipe.selector.entry is None
-            and recipe.private is PrivateText.EXACT)
+def _leaves_shared_kv_alone(recipe: Recipe) -> bool:
+    """Whether a source hop leaves nothing but KV of shared text, which is that of dense prefill or encoded alone.
+
+    A method that starts from text encoded alone reuses it in source hops, too: what is written there is its own.
+    """
+    of_its_own = recipe.reference.encodes_alone and bool(recipe.reference.keeps)
+    return not of_its_own and recipe.selector.entry is None and recipe.private is PrivateText.EXACT
 
 
 def hand_over(turn: Turn, sources: RunStore, reference: Reference, run: RunStore) -> None:

@@ -139,6 +139,21 @@ class Session:
         finally:
             run.clear()
 
+    def encode_alone(self, prompt: Prompt, run: RunStore) -> int:
+        """Encode texts that nobody holds by themselves, where the reference starts from that; entries computed.
+
+        The first thing that `hop` does; for those who want that and not the hop.
+        """
+        reference, entries = self.recipe.reference, 0
+        if not reference.encodes_alone:
+            return 0
+        for _, segment, _, _ in prompt.shared():
+            if reference.resolve(segment, run) is None:
+                lead = prompt.token_ids[:reference.lead_tokens]
+                reference.encoded(segment, self._encode(lead, segment), run)
+                entries += (len(lead) + len(segment)) * self.engine.geometry.layers
+        return entries
+
     def check_length(self, prompt: Prompt, decode: Generate | Force) -> None:
         """Raises PromptTooLong if prompt and answer do not fit the context."""
         answer = decode.max_tokens
@@ -164,7 +179,7 @@ class Session:
         truth = self._truth(prompt) if self.recipe.corrector.needs_truth else None
         submit = time.perf_counter()
         own = self._own.setdefault(prompt.reader, RunStore())
-        extra = self._encode_alone(prompt, run) + self._encode_own(prompt, own)
+        extra = self.encode_alone(prompt, run) + self._encode_own(prompt, own)
         plan = make_plan(prompt, self.recipe, run, self.memory, own, truth)
         plan_s = time.perf_counter() - submit
         end = len(prompt) + call.decode.max_tokens
@@ -188,18 +203,6 @@ class Session:
             self._hand_on(hop)
             results.append(self._result(hop, learn_s, divergence))
         return results
-
-    def _encode_alone(self, prompt: Prompt, run: RunStore) -> int:
-        """Encode texts that nobody holds by themselves, where the reference starts from that; entries computed."""
-        reference, entries = self.recipe.reference, 0
-        if not reference.encodes_alone:
-            return 0
-        for _, segment, _, _ in prompt.shared():
-            if reference.resolve(segment, run) is None:
-                lead = prompt.token_ids[:reference.lead_tokens]
-                reference.encoded(segment, self._encode(lead, segment), run)
-                entries += (len(lead) + len(segment)) * self.engine.geometry.layers
-        return entries
 
     def _encode_own(self, prompt: Prompt, own: RunStore) -> int:
         """Encode the agent's own text without the shared text between, once a template; entries computed."""
