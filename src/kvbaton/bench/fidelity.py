@@ -78,11 +78,11 @@ class Fidelity:
         for turn, truth in zip(scene.turns, self._truth, strict=True):
             known = handed.count(turn.prompt)
             handed.wrote(turn.prompt.reader, turn.answer)
-            if hops and not known and _leaves_shared_kv_alone(session.recipe):
+            gold = (_gold(scene),) if turn.prompt.reader == scene.task.decider else ()
+            if hops and not known and not gold and _leaves_shared_kv_alone(session.recipe):
                 session.encode_alone(turn.prompt, run)
                 hand_over(turn, self._sources, session.recipe.reference, run)
                 continue
-            gold = (_gold(scene),) if turn.prompt.reader == scene.task.decider else ()
             hop = session.hop(turn.prompt, Force(turn.answer, beside=gold), run, writes=turn.writes)
             if gold:
                 gold_nll = nll(hop.beside[0], gold[0])
