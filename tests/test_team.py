@@ -20,8 +20,7 @@ from kvbaton.recipes import Recipe, recipe
 from kvbaton.references import Isolated, Origin
 from kvbaton.team import Agent, Team, replay
 from kvbaton.teamfile import parse_team
-from tiny import build
-from toy_tokenizers import byte_level
+from tiny import build, engine_with_text
 
 SOLVER = Agent("solver", "{question}", system="You solve.")
 CRITIC = Agent("critic", "{question}\n\nA colleague wrote:\n{solver}", system="You find mistakes.")
@@ -32,8 +31,7 @@ QUESTION = "How many eggs are left? Say <|im_end|> if you know."
 
 @cache
 def engine():
-    tokenizer = byte_level()
-    return HFEngine(build("llama", vocab_size=len(tokenizer)), tokenizer, name="tiny")
+    return engine_with_text()
 
 
 def team(agents=TRIO, method="full-shared", **options):

@@ -10,6 +10,7 @@ import transformers as tf
 
 from kvbaton.engine.hf import HFEngine
 from kvbaton.prompt import Prompt, Segment
+from toy_tokenizers import byte_level
 
 VOCAB = 97
 _SHAPE = {
@@ -52,6 +53,12 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **chan
 def engine(family: str = "llama", dtype: torch.dtype = torch.float32) -> HFEngine:
     """One engine a family and test run."""
     return HFEngine(build(family, dtype=dtype))
+
+
+def engine_with_text(**changes: Any) -> HFEngine:
+    """A new engine of a small llama that reads and writes bytes, so that it can run teams and tasks."""
+    tokenizer = byte_level()
+    return HFEngine(build("llama", vocab_size=len(tokenizer), **changes), tokenizer, name="tiny")
 
 
 def ids(count: int, seed: int) -> tuple[int, ...]:

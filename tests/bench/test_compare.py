@@ -12,14 +12,12 @@ from kvbaton.agents import Graph
 from kvbaton.bench.compare import Compare
 from kvbaton.bench.warmup import WarmUp, read_warmup
 from kvbaton.correctors.affine import Affine
-from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
 from kvbaton.errors import DataError, TeamError, Unsupported, UsageError
 from kvbaton.recipes import Recipe, recipe
 from kvbaton.references import Origin
 from kvbaton.team import Agent, Team
-from tiny import build
-from toy_tokenizers import byte_level
+from tiny import engine_with_text
 
 AGENTS = [
     Agent("solver", "{question}", system="You solve."),
@@ -33,8 +31,7 @@ WARMUP = [WarmUp({"question": f"What is {i} and {i + 1}, in words?"}) for i in r
 
 @cache
 def engine():
-    tokenizer = byte_level()
-    return HFEngine(build("llama", vocab_size=len(tokenizer)), tokenizer, name="tiny")
+    return engine_with_text()
 
 
 def team(session):

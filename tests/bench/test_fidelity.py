@@ -24,8 +24,7 @@ from kvbaton.engine.session import Session
 from kvbaton.gates import Always
 from kvbaton.recipes import Recipe, recipe
 from kvbaton.selectors.layers import LayerBlock
-from tiny import build
-from toy_tokenizers import byte_level
+from tiny import engine_with_text
 
 METHODS = ("full-shared", "affine", "kvcmas-isolated", "cacheblend", "droidspeak", "kvcomm", "epic", "dense")
 """Chained, Origin, isolated and learned, rows by deviation, kept hidden states, own text corrected, isolated, none."""
@@ -33,8 +32,7 @@ METHODS = ("full-shared", "affine", "kvcmas-isolated", "cacheblend", "droidspeak
 
 @cache
 def engine() -> HFEngine:
-    tokenizer = byte_level()
-    return HFEngine(build("llama", vocab_size=len(tokenizer), max_position_embeddings=4096), tokenizer, name="tiny")
+    return engine_with_text(max_position_embeddings=4096)
 
 
 def scene(track: str, number: int) -> Scene:

@@ -24,8 +24,7 @@ from kvbaton.engine.hf import HFEngine
 from kvbaton.engine.session import Session
 from kvbaton.errors import InvariantError, UsageError
 from kvbaton.recipes import recipe
-from tiny import build
-from toy_tokenizers import byte_level
+from tiny import build, engine_with_text
 
 ROWS = tuple({"question": f"A box holds {i} eggs and {i} more.", "answer": f"So #### {2 * i}"} for i in range(8))
 LOADED = data.Loaded("gsm8k", "toy.jsonl", "0" * 64, ROWS)
@@ -33,8 +32,7 @@ LOADED = data.Loaded("gsm8k", "toy.jsonl", "0" * 64, ROWS)
 
 @cache
 def engine() -> HFEngine:
-    tokenizer = byte_level()
-    return HFEngine(build("llama", vocab_size=len(tokenizer), max_position_embeddings=4096), tokenizer, name="tiny")
+    return engine_with_text(max_position_embeddings=4096)
 
 
 def spec(methods: tuple[str, ...] = ("full-shared", "epic"), n: int = 2, learn: int = 1, repeats: int = 1,

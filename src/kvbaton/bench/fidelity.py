@@ -23,6 +23,7 @@ from kvbaton.engine.result import HopResult
 from kvbaton.engine.sampling import Force
 from kvbaton.engine.session import Session
 from kvbaton.errors import InvariantError
+from kvbaton.kv import KV
 from kvbaton.prompt import Segment
 from kvbaton.recipes import PrivateText, Recipe
 from kvbaton.references import Keep, Reference, RunStore
@@ -108,12 +109,16 @@ def _leaves_shared_kv_alone(recipe: Recipe) -> bool:
 
 def hand_over(turn: Turn, sources: RunStore, reference: Reference, run: RunStore) -> None:
     """Give ``reference`` what the source hop ``turn`` left in ``sources``, as if the hop had been run in ``run``."""
-    for _, segment, _, _ in turn.prompt.shared() if Keep.EXACT_READS in reference.keeps else ():
-        kv = sources.get(segment)
-        if kv is not None:
-            reference.read(segment, kv, run)
+    if Keep.EXACT_READS in reference.keeps:
+        for _, segment, _, _ in turn.prompt.shared():
+            reference.read(segment, _held(sources, segment), run)
     if turn.writes is not None and Keep.WRITTEN in reference.keeps:
         written = Segment(turn.answer, turn.writes)
-        kv = sources.get(written)
-        if kv is not None:
-            reference.wrote(written, kv, run)
+        reference.wrote(written, _held(sources, written), run)
+
+
+def _held(sources: RunStore, segment: Segment) -> KV:
+    kv = sources.get(segment)
+    if kv is None:
+        raise InvariantError(f"no source hop of the reference left {segment.share!r}: does it keep what it reads?")
+    return kv

@@ -42,7 +42,7 @@ def short(value: float) -> float:
 
 
 def hop_record(hop: HopResult, handed: int) -> Record:
-    """A hop as plain JSON values, without its text. ``handed``: see `Handed`; a hop without any is a source hop."""
+    """A hop as plain JSON values, without its text. ``handed``: see `Handed`."""
     e = hop.entries
     said = [f"{d.action}: {d.reason}" for d in hop.decisions]
     return {

@@ -86,9 +86,9 @@ def _row(run: RunFile, what: str, cells: Mapping[str, str]) -> _Row:
     evaluated = {r["question"] for r in run.records if "recipe" in r}
     size = f"n {len(evaluated)}" if who["kind"] == "eval" else f"{last['repeats']} repeats"
     threads = "1 thread" if last["threads"] == 1 else f"{last['threads']} threads"
-    dirty = [", partly from a dirty tree"] if any(made["dirty"] for made in run.conditions) else []
+    dirty = ", partly from a dirty tree" if any(made["dirty"] for made in run.conditions) else ""
     return _Row(f"[{who.get('task', 'teams')}, {who['model']}]({FOLDER}/{run.path.name}): {what}", cells,
-                "".join([f"{size}, {who['learn']} learned, {who['dtype']}, {threads}, seed {who['seed']}", *dirty]))
+                f"{size}, {who['learn']} learned, {who['dtype']}, {threads}, seed {who['seed']}{dirty}")
 
 
 def splice(readme: str, table: str) -> str:
